@@ -40,7 +40,6 @@ from functools import cached_property
 
 from core.errors import WorkflowError
 from core.graph.op import OPS, Op, Port
-from core.lora import Lora
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +150,8 @@ class Workflow:
     # Name -> how many times smaller than the final one.
     canvases: Mapping[str, Number] = field(default_factory=dict, hash=False)
     is_mask_aware: bool = False  # its steps may compute the active tokens alone
-    loras: tuple[Lora, ...] = ()  # adapters of the model that it serves, which all its requests have
+    # Name of an adapter of the model that it serves, which all its requests have -> its scale.
+    loras: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def node(self, name: str) -> Node:
         """Raises KeyError that names it."""

@@ -204,7 +204,8 @@ class AsyncEngine:
         workflow = self.services.served.workflows.get(choice.model.workflow)
         if workflow is None or not workflow.loras:
             return choice
-        return choose_model(self.models, choice.model.name, (*workflow.loras, *choice.loras))
+        own = (Lora(adapter, scale) for adapter, scale in workflow.loras.items())
+        return choose_model(self.models, choice.model.name, (*own, *choice.loras))
 
     def check_ready(self) -> None:
         """Raises OverloadedError, and counts the refusal, unless a request can be served at once: while models load, no

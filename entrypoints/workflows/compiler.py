@@ -12,7 +12,6 @@ from core.graph.op import Port
 from core.graph.port_checks import CHOSEN
 from core.graph.workflow import Edge, Literal, Node, Region
 from core.graph.workflow import Workflow as Graph
-from core.lora import Lora
 from core.run_class import RunClass
 from entrypoints.workflows.branch import Branch
 from entrypoints.workflows.built_in import Count, Gate, Join, Same, Switch
@@ -48,7 +47,7 @@ class _Compiler:
         self._nodes: list[Node] = []
         self._classes: dict[str, RunClass] = {}
         self._fields = RequestFields()
-        self._loras: tuple[Lora, ...] | None = None
+        self._loras: Mapping[str, float] | None = None
         self._previews: dict[str, Node] = {}  # node that makes a picture -> what shows it on the way
         self._carried = {key: value for loop in workflow.loops for key, value in loop.carried.items()}
         self._region_of = {call.node: call.region for call in workflow.trace if isinstance(call, Call)}
@@ -82,7 +81,7 @@ class _Compiler:
             regions=regions,
             inputs=tuple(self._inputs(regions)),
             is_mask_aware=len({node.region for node in self._nodes if node.region and not node.makes}) == 1,
-            loras=self._loras or (),
+            loras=self._loras or {},
         )
         return Registered((graph,), tuple(self._classes.values()))
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from core.graph.op import Port
 from core.graph.workflow import Node
-from core.lora import Lora
 from core.run_class import RunClass
 
 
@@ -19,5 +18,5 @@ class Lowered:
     classes: tuple[RunClass, ...] = ()
     # Input of the workflow -> the field of requests for pictures that it is. None: a sampling parameter.
     fields: Mapping[str, Port | None] = field(default_factory=dict)
-    loras: tuple[Lora, ...] | None = None  # adapters of the served model that it is for; None: it is for any
+    loras: Mapping[str, float] | None = None  # of a step: adapter of the served model -> scale
     preview: Node | None = None  # shows the node's picture on the way, where requests get it as this node makes it

@@ -1,13 +1,13 @@
 """A picture of a prompt and a control picture by FLUX, as LegoDiffusion's figure 7 writes it.
 
-Three lines differ. Models have no path: their checkpoints are those of the served model that names this workflow, and
-so are adapters (LoRA), which requests name. Rounds are `steps(...)`. The result is called "picture".
+What differs: the loop is over `steps(...)`. Models have no paths: a model is served with this workflow by name, with
+its own checkpoint, ControlNets, and an adapter called "style". The result is called "picture".
 """
 
 from __future__ import annotations
 
 from entrypoints.workflows import Image, Workflow, steps
-from entrypoints.workflows.families import ControlNet, Flux, FluxTextEncoder, FluxVAE, LatentsGenerator, denoise
+from entrypoints.workflows.families import ControlNet, Flux, FluxTextEncoder, FluxVAE, LatentsGenerator, LoRA, denoise
 
 # create a workflow instance
 workflow = Workflow(name="figure7")
@@ -16,12 +16,15 @@ latents_generator = LatentsGenerator()
 text_enc = FluxTextEncoder()
 flux = Flux()
 controlnet = ControlNet()
+lora = LoRA("style")
 vae = FluxVAE()
 # initialize input placeholders for the workflow
 seed = workflow.add_input(name="seed", data_type=int)
 prompt = workflow.add_input(name="prompt", data_type=str)
 num_denoising_steps = workflow.add_input(name="num_denoising_steps", data_type=int)
 ref_image = workflow.add_input(name="ref_image", data_type=Image)
+# add_patch() registers a LoRA adapter with the flux,
+flux.add_patch(lora)
 # Invoke models and establish their I/O dependencies.
 # Model invocation is expressed via __call__().
 latents = latents_generator(seed)

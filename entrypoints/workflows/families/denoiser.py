@@ -37,9 +37,9 @@ class Denoiser(FamilyModel):
 
     def lower(self, connected: Connected) -> Lowered:
         """With the adapters that are attached. Raises WorkflowError."""
-        loras = tuple(each.lora for each in connected.patches if isinstance(each, LoRA))
+        loras = {each.lora.name: each.lora.scale for each in connected.patches if isinstance(each, LoRA)}
         if len(loras) < len(connected.patches):
-            raise failure(connected, "", "a patch of it is no LoRA")
+            raise failure(connected, "", "each of its patches is another LoRA")
         return replace(super().lower(replace(connected, patches=())), loras=loras)
 
     def edges(self, connected: Connected) -> Iterator[Edge]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from core.errors import WorkflowError
-from core.graph.controlling import CONTROLS
-from core.graph.op import Port
 from core.graph.workflow import Edge, Node
 from entrypoints.workflows.connected import Connected
 from entrypoints.workflows.data_type import Image
+from entrypoints.workflows.families.control_encode import ControlEncode
 from entrypoints.workflows.families.family_model import OF_ENGINE, FamilyModel
 from entrypoints.workflows.lowered import Lowered
 
@@ -31,7 +29,7 @@ class VAE(FamilyModel):
         if mode not in ("encode", "decode"):
             problem = f"it is {mode!r:.80}; give encode or decode"
             raise WorkflowError(f"VAE, mode: {problem}", node="VAE", input="mode")
-        return super().__call__(*values, **named) if mode == "decode" else _Encode()(*values, **named)
+        return super().__call__(*values, **named) if mode == "decode" else ControlEncode()(*values, **named)
 
     def lower(self, connected: Connected) -> Lowered:
         """With a preview: what the last step of all made so far would be without noise."""
@@ -39,12 +37,3 @@ class VAE(FamilyModel):
         (latents,) = lowered.node.inputs
         clean = Edge(latents.source, "clean", "latents")
         return replace(lowered, preview=Node(f"{connected.node}_preview", "decode", (clean,), shows=latents.source))
-
-
-class _Encode(FamilyModel):
-    op = "control_encode"
-    fields: ClassVar[Mapping[str, Port | None]] = {"image": CONTROLS}
-
-    def setup_io(self) -> None:
-        self.add_input("image", Image)
-        self.add_output("controls", OF_ENGINE)

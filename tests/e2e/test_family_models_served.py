@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from adapters import make_lora
 from control_rig import lines
 from edits import box_mask, picture
 from PIL import Image
 
-from core.config import ControlNetConfig, ModelConfig
+from core.config import AdapterConfig, ControlNetConfig, ModelConfig
 from core.errors import InvalidRequestError
 from core.sampling_params import SamplingParams
 from engine.client.edit_types import EditReport
@@ -32,7 +33,7 @@ GIVEN: dict[str, dict[str, Any]] = {"generation": {"size": SIZE}, "edit": {"imag
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    make_flux(folder / "flux", native_size=256, guidance_embeds=True)
+    make_lora(folder / "lora.safetensors", make_flux(folder / "flux", native_size=256, guidance_embeds=True))
     make_flux_controlnet(folder / "union", num_mode=2, guidance_embeds=True)
     return folder
 
@@ -47,9 +48,10 @@ def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[ImageEngine
             served_model_name=name or "plain",
             workflow=name,
             controlnets=(union,),
+            adapters=(AdapterConfig(adapter, str(folder / "lora.safetensors")),) if adapter else (),
             **common,
         )
-        for name in ("", "figure7", "guarded")
+        for name, adapter in (("", "same"), ("figure7", "style"), ("guarded", ""))
     ]
     files = [EXAMPLES / "figure7.py", EXAMPLES / "guarded.py"]
     with ImageEngine(models=models, workflows=files, image_workers=1, workers_per_engine=request.param) as engine:
@@ -65,12 +67,12 @@ def made(engine: ImageEngine, model: str, **edit: Any) -> tuple[npt.NDArray[np.u
 
 @pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
 def test_figure_7_makes_what_the_shipped_workflow_makes(engine: ImageEngine, given: dict[str, Any]) -> None:
-    plain, report = made(engine, "plain", controls=CONTROLS, **given)
+    plain, report = made(engine, "plain", controls=CONTROLS, lora="same", **given)
     figure, other = made(engine, "figure7", controls=CONTROLS, **given)
     np.testing.assert_array_equal(figure, plain)
     assert (other.exact_reason, other.num_inference_steps) == (report.exact_reason, report.num_inference_steps)
-    unsteered, _ = made(engine, "plain", **given)
-    assert (unsteered != plain).any()
+    for less in ({"lora": "same"}, {"controls": CONTROLS}):
+        assert (made(engine, "plain", **less, **given)[0] != plain).any()
 
 
 def test_a_picture_that_the_workflow_needs_is_asked_for(engine: ImageEngine) -> None:

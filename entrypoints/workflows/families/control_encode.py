@@ -1,0 +1,22 @@
+"""ControlEncode: the served model's autoencoder, as ControlNets use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from core.graph.controlling import CONTROLS
+from core.graph.op import Port
+from entrypoints.workflows.data_type import Image
+from entrypoints.workflows.families.family_model import OF_ENGINE, FamilyModel
+
+
+class ControlEncode(FamilyModel):
+    """The request's control pictures, as its ControlNets see them in every step; what a VAE calls to encode them."""
+
+    op = "control_encode"
+    fields: ClassVar[Mapping[str, Port | None]] = {"image": CONTROLS}
+
+    def setup_io(self) -> None:
+        self.add_input("image", Image)
+        self.add_output("controls", OF_ENGINE)
