@@ -242,7 +242,7 @@ async def test_malformed_inputs_are_refused_at_the_door(engine: AsyncEngine) -> 
     )
     refused, known = list[str | None](), set[str]()
     for index in range(1000):
-        workflow = random.choice(engine.config.engine.workflows)
+        workflow = random.choice([each for each in engine.config.engine.workflows if not each.is_for_pictures])
         names = [port.name for port in workflow.inputs] + ["other"]
         inputs = {
             name: random.choice((*values, *arrays)) for name in random.sample(names, random.randint(0, len(names)))
