@@ -21,7 +21,7 @@ from entrypoints.workflows.connected import Connected
 from entrypoints.workflows.loop import Loop
 from entrypoints.workflows.lowered import Lowered
 from entrypoints.workflows.registered import Registered
-from entrypoints.workflows.request_fields import PROMPT, RequestFields
+from entrypoints.workflows.request_fields import NUM_STEPS, PROMPT, RequestFields
 from entrypoints.workflows.value import Value
 from entrypoints.workflows.workflow import Workflow
 
@@ -97,14 +97,16 @@ class _Compiler:
         if not isinstance(loop.rounds, str):
             problem = f"steps({loop.rounds}): requests say how many; give an int that is an input of the workflow"
             raise self._error(steps.name, "", problem)
-        self._note_field(steps.name, loop.rounds, None)
+        self._note_field(steps.name, loop.rounds, NUM_STEPS)
         return Region(loop.name)
 
     def _inputs(self, regions: Iterable[Region]) -> Iterator[Port]:
         counted = {region.rounds for region in regions if isinstance(region.rounds, str)}
         of_classes = counted.union(*(node.given.values() for node in self._nodes))
         if name := self._fields.unreadable(of_classes):
-            problem = f"it is a field of requests, and no class can read it; add another input, or call it {PROMPT}"
+            problem = (
+                f"it is a field of requests, and no class can read it; add another input, or call it {PROMPT.name}"
+            )
             raise self._error("", name, problem)
         return self._fields.ports(self._workflow.inputs, of_classes)
 
@@ -121,8 +123,8 @@ class _Compiler:
             raise self._error(call.node, "", "another step has other adapters, and a request has the same in all steps")
         self._loras = self._loras if lowered.loras is None else lowered.loras
 
-    def _note_field(self, node: str, name: str, field: Port | None) -> None:
-        if problem := self._fields.why_not(name, field):
+    def _note_field(self, node: str, name: str, field: Port) -> None:
+        if problem := self._fields.add(name, field):
             raise self._error(node, name, problem)
 
     # ------------------------------------------------------------------------------------------------ calls

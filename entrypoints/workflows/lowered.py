@@ -16,7 +16,7 @@ class Lowered:
 
     node: Node
     classes: tuple[RunClass, ...] = ()
-    # Input of the workflow -> the field of requests for pictures that it is. None: a sampling parameter.
-    fields: Mapping[str, Port | None] = field(default_factory=dict)
+    # Input of the workflow -> the field of requests for pictures that it is.
+    fields: Mapping[str, Port] = field(default_factory=dict)
     loras: Mapping[str, float] | None = None  # of a step: adapter of the served model -> scale
     preview: Node | None = None  # shows the node's picture on the way, where requests get it as this node makes it

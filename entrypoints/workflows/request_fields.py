@@ -8,35 +8,42 @@ from dataclasses import replace
 from core.graph.op import Port
 from entrypoints.workflows.value import Value
 
-PROMPT = "prompt"
-"""The one field that classes read, too: of a workflow that calls the input so."""
+PROMPT = Port("prompt", "text")
+"""The one field that classes can read, too, of a workflow whose input has this name."""
+
+PARAMETER = "parameter"
+"""Type of a field that every request has, so that graphs have no input for it."""
+
+SEED, NUM_STEPS = Port("seed", PARAMETER), Port("num_inference_steps", PARAMETER)
 
 
 class RequestFields:
-    """Of one workflow."""
+    """The fields of one workflow, by the name of the input."""
 
     def __init__(self) -> None:
-        self._fields: dict[str, Port | None] = {}  # input -> the field; None: a sampling parameter
+        self._fields: dict[str, Port] = {}
 
-    def why_not(self, name: str, field: Port | None) -> str:
-        """Note that an input is a field. Returns why it cannot be; "": it is."""
-        others = {other: each for other, each in self._fields.items() if other != name}
-        if self._fields.setdefault(name, field) != field:
-            return f"input {name} is another field of requests already"
-        if field is not None and field in others.values():
+    def add(self, name: str, field: Port) -> str:
+        """Let an input be a field. Returns why it cannot be one; "": it can."""
+        if (known := self._fields.get(name, field)) != field:
+            return f"input {name} of the workflow is the request's {known.name} already"
+        if field in (each for other, each in self._fields.items() if other != name):
             return f"two inputs of the workflow are the request's {field.name}"
+        self._fields[name] = field
         return ""
 
     def ports(self, inputs: Mapping[str, tuple[Value, bool]], of_classes: Collection[str]) -> Iterator[Port]:
-        """The workflow's inputs in its graph. inputs: name -> (value, whether requests must give it). of_classes: names
-        of those that classes read.
+        """The inputs of the workflow's graph. inputs: name -> (value, whether requests must give it). of_classes: names
+        of the inputs that classes read.
         """
         for name, (value, required) in inputs.items():
-            if name not in self._fields or (name == PROMPT and name in of_classes):
+            field = self._fields.get(name)
+            if field is None or (name == PROMPT.name and name in of_classes):
                 yield Port.of(name, value.form, is_optional=not required)
-            elif (field := self._fields[name]) is not None:
+            elif field.type != PARAMETER:
                 yield replace(field, is_optional=not required)
 
     def unreadable(self, of_classes: Collection[str]) -> str:
-        """An input that classes read and cannot, since only a field of this name has it; "": none."""
-        return next((name for name in self._fields if name in of_classes and name != PROMPT), "")
+        """The first field that classes read, though they cannot; "": none."""
+        fields = (name for name, field in self._fields.items() if (name, field) != (PROMPT.name, PROMPT))
+        return next((name for name in fields if name in of_classes), "")

@@ -15,7 +15,7 @@ class ControlEncode(FamilyModel):
     """The request's control pictures, as its ControlNets see them in every step; what a VAE calls to encode them."""
 
     op = "control_encode"
-    fields: ClassVar[Mapping[str, Port | None]] = {"image": CONTROLS}
+    fields: ClassVar[Mapping[str, Port]] = {"image": CONTROLS}
 
     def setup_io(self) -> None:
         self.add_input("image", Image)

@@ -22,8 +22,7 @@ class FamilyModel(Model):
     """A model that the engine loads and runs itself. Its checkpoint is that of the served model."""
 
     op: ClassVar[str]
-    # Input -> the field of requests that it is. None: a sampling parameter, which every request has.
-    fields: ClassVar[Mapping[str, Port | None]] = {}
+    fields: ClassVar[Mapping[str, Port]] = {}  # input -> the field of requests that it is
     repeats: ClassVar[bool] = False  # whether it is called in loops, and nowhere else
 
     def __init__(self) -> None:

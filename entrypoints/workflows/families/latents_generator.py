@@ -8,6 +8,7 @@ from typing import ClassVar
 from core.graph.op import Port
 from entrypoints.workflows.data_type import Image
 from entrypoints.workflows.families.family_model import OF_ENGINE, FamilyModel
+from entrypoints.workflows.request_fields import SEED
 
 
 class LatentsGenerator(FamilyModel):
@@ -16,8 +17,8 @@ class LatentsGenerator(FamilyModel):
     """
 
     op = "image_encode"
-    fields: ClassVar[Mapping[str, Port | None]] = {
-        "seed": None,
+    fields: ClassVar[Mapping[str, Port]] = {
+        "seed": SEED,
         "image": Port("template", "picture"),
         "mask": Port("mask", "mask"),
     }

@@ -160,6 +160,24 @@ def two_prompts(w: Written) -> None:
     w.encoder(w.workflow.add_input("other", str))
 
 
+def two_seeds(w: Written) -> None:
+    w.generator(w.seed)
+    w.generator(w.workflow.add_input("other", int))
+
+
+def seed_as_number(w: Written) -> None:
+    w.number = w.seed
+    w.picture()
+
+
+def number_of_both(w: Written) -> None:
+    w.workflow.add_output(w.picture(), name="picture")
+    count = w.number
+    for _ in steps(w.number):
+        count = Reader()(number=count).number
+    w.workflow.add_output(count, name="number")
+
+
 def image_as_prompt(w: Written) -> None:
     w.encoder(w.image)
 
@@ -264,6 +282,9 @@ REFUSED = {
     seed_for_a_class: "input seed: it is a field of requests, and no class can read it",
     seed_for_the_steps: r"steps\(input image\): a number, or an int",
     two_prompts: "node text_encoder_2, input other: two inputs of the workflow are the request's prompt",
+    two_seeds: "node latents_generator_2, input other: two inputs of the workflow are the request's seed",
+    seed_as_number: "node denoiser, input seed: input seed of the workflow is the request's seed already",
+    number_of_both: "input number: it is a field of requests, and no class can read it",
     image_as_prompt: "node text_encoder, input prompt: it takes text",
     image_as_latents: "node vae, input latents: no request says it",
     no_loop: r"node denoiser: call it in `for step in steps\(n\)`",
