@@ -21,7 +21,7 @@ from entrypoints.workflows.connected import Connected
 from entrypoints.workflows.loop import Loop
 from entrypoints.workflows.lowered import Lowered
 from entrypoints.workflows.registered import Registered
-from entrypoints.workflows.request_fields import NUM_STEPS, PROMPT, RequestFields
+from entrypoints.workflows.request_fields import NUM_STEPS, RequestFields
 from entrypoints.workflows.value import Value
 from entrypoints.workflows.workflow import Workflow
 
@@ -70,7 +70,8 @@ class _Compiler:
                 self._close(each.choice)
         regions = tuple(map(self._region, workflow.loops))
         results = {name: self._result(value) for name, value in workflow.outputs.items()}
-        if "picture" in results and (preview := self._previews.get(results["picture"][0])):
+        preview = self._previews.get(results["picture"][0]) if "picture" in results else None
+        if preview is not None and self._region_of.get(preview.shows):
             self._nodes.append(preview)
         has_ports = {node.name for node in self._nodes if node.makes}
         graph = Graph(
@@ -104,9 +105,7 @@ class _Compiler:
         counted = {region.rounds for region in regions if isinstance(region.rounds, str)}
         of_classes = counted.union(*(node.given.values() for node in self._nodes))
         if name := self._fields.unreadable(of_classes):
-            problem = (
-                f"it is a field of requests, and no class can read it; add another input, or call it {PROMPT.name}"
-            )
+            problem = "classes read no field of requests but the prompt, as an input called prompt"
             raise self._error("", name, problem)
         return self._fields.ports(self._workflow.inputs, of_classes)
 

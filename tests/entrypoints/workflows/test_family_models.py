@@ -186,6 +186,11 @@ def image_as_latents(w: Written) -> None:
     w.vae(w.image)
 
 
+def latents_without_steps(w: Written) -> None:
+    latents, _ = w.begin()
+    w.workflow.add_output(w.vae(latents), name="picture")
+
+
 def no_loop(w: Written) -> None:
     w.denoiser(*w.begin())
 
@@ -279,14 +284,15 @@ def unencoded_control(w: Written) -> None:
 REFUSED = {
     literal_prompt: "node text_encoder, input prompt: it is a literal",
     prompt_of_a_class: "node text_encoder, input prompt: the request says it",
-    seed_for_a_class: "input seed: it is a field of requests, and no class can read it",
+    seed_for_a_class: "input seed: classes read no field of requests but the prompt",
     seed_for_the_steps: r"steps\(input image\): a number, or an int",
     two_prompts: "node text_encoder_2, input other: two inputs of the workflow are the request's prompt",
     two_seeds: "node latents_generator_2, input other: two inputs of the workflow are the request's seed",
     seed_as_number: "node denoiser, input seed: input seed of the workflow is the request's seed already",
-    number_of_both: "input number: it is a field of requests, and no class can read it",
+    number_of_both: "input number: classes read no field of requests but the prompt",
     image_as_prompt: "node text_encoder, input prompt: it takes text",
     image_as_latents: "node vae, input latents: no request says it",
+    latents_without_steps: "node latents_generator: it begins no region",
     no_loop: r"node denoiser: call it in `for step in steps\(n\)`",
     nothing_carried: "node denoiser, input latents: each round needs what the one before has made",
     counted_steps: r"node denoiser: steps\(4\): requests say how many",
