@@ -86,6 +86,8 @@ class _Compiler:
         )
         return Registered((graph,), tuple(self._classes.values()))
 
+    # ------------------------------------------------------------------------------------------------ requests
+
     def _region(self, loop: Loop) -> Region:
         """A loop's region: of classes, or of denoising steps, whose number is a field of requests."""
         nodes = [node for node in self._nodes if node.region == loop.name]

@@ -232,8 +232,8 @@ def steps(number: object) -> Iterator[Any]:
 
     What a round reads of the round before is found by running the body twice, see `Loop`; afterwards, variables have
     the values of the last round. The loop runs to its end, and no loop or choice is in it. number: of rounds, or an
-    input of the workflow that is an int. Yields the number of the round, from 0, as a value for models. Raises
-    WorkflowError.
+    input of the workflow that is an int; of denoising steps, an input that is a request's num_inference_steps. Yields
+    the number of the round, from 0, as a value for models. Raises WorkflowError.
     """
     return recorder_for("steps").loop(number)
 

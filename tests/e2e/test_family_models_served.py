@@ -68,6 +68,7 @@ def made(engine: ImageEngine, model: str, **edit: Any) -> tuple[npt.NDArray[np.u
 @pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
 def test_figure_7_makes_what_the_shipped_workflow_makes(engine: ImageEngine, given: dict[str, Any]) -> None:
     plain, report = made(engine, "plain", controls=CONTROLS, lora="same", **given)
+    assert (report.exact_reason is None) == ("image" in given), "whether its steps compute the edited tokens alone"
     figure, other = made(engine, "figure7", controls=CONTROLS, **given)
     np.testing.assert_array_equal(figure, plain)
     assert (other.exact_reason, other.num_inference_steps) == (report.exact_reason, report.num_inference_steps)
