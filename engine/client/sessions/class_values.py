@@ -52,11 +52,16 @@ class ClassValues:
     def read(
         self, places: Mapping[str, npt.NDArray[Any]], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, RunValue]:
-        """Copies of the results. places: as `make_places` made them. shapes: as the engine tells them."""
+        """Copies of some results. places: theirs, as `make_places` made them. shapes: as the engine tells them."""
         found = dict[str, RunValue]()
         for name, form in self._results.items():
-            found[name] = from_array(form, array_at(form, places[name], shapes[name]).copy())
+            if name in places:
+                found[name] = from_array(form, array_at(form, places[name], shapes[name]).copy())
         return found
+
+    def is_picture(self, name: str) -> bool:
+        """Whether a result is a picture."""
+        return self._results[name].kind == "picture"
 
 
 def _result_forms(workflow: Workflow) -> Mapping[str, Form]:
