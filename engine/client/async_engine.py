@@ -312,7 +312,7 @@ class AsyncEngine:
     @property
     def workflows(self) -> dict[str, Workflow]:
         """Registered workflows of users' classes alone, by name."""
-        return {each.name: each for each in self.config.engine.workflows if not each.is_for_pictures}
+        return self._served.run_workflows
 
     def workflow_of(self, model: ModelInfo) -> Workflow | None:
         """The registered workflow that a model's pictures are made by; None: it has none."""
