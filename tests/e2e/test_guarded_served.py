@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import openai
 import pytest
 import pytest_asyncio
 from engines import serving_engine
@@ -25,6 +28,7 @@ from core.sampling_params import SamplingParams
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput, EditReport
 from engine.client.upload import BytesUpload
+from entrypoints.openai.app import ServerSettings, create_app
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -229,3 +233,29 @@ async def test_an_edit_passes_the_class_again_when_its_ranks_die_meanwhile(engin
     assert report.values["is_bad"] is True
     lenient = replace(edit, inputs={"strictness": 0.0})
     assert (await edited(engine, "guarded", lenient))[0] == (await edited(engine, "plain", edit))[0]
+
+
+async def test_the_api_takes_inputs_of_a_models_workflow_and_gives_its_values(engine: AsyncEngine) -> None:
+    transport = httpx.ASGITransport(create_app(engine, ServerSettings((), max_upload_bytes=10**6)))
+    http = httpx.AsyncClient(transport=transport)
+    async with openai.AsyncOpenAI(base_url="http://stencil/v1", api_key="-", max_retries=0, http_client=http) as client:
+
+        async def made(**fields: Any) -> Any:
+            more = {"num_inference_steps": 2, "seed": 1} | fields
+            return await client.images.generate(model="guarded", prompt=BAD, size="64x64", extra_body=more)
+
+        black, lenient = await made(), await made(strictness=0)
+        assert (black.values, lenient.values["is_bad"]) == ({"is_bad": True, "mean": black.values["mean"]}, False)
+        assert not pixels_of(base64.b64decode(black.data[0].b64_json)).any()
+        assert pixels_of(base64.b64decode(lenient.data[0].b64_json)).any()
+        two = await made(n=2)
+        assert [item.values["is_bad"] for item in two.data] == [True, True]
+        streamed = [event async for event in await made(stream=True)]
+        assert streamed[-1].values == black.values
+        with pytest.raises(openai.BadRequestError) as refused:
+            await made(strictness="much")
+        assert (refused.value.param, refused.value.code) == ("strictness", "invalid_type")
+        listed = {model.id: model.to_dict() for model in (await client.models.list()).data}
+        assert listed["guarded"]["inputs"] == [{"name": "strictness", "type": "number", "required": False}]
+        assert [each["name"] for each in listed["guarded"]["outputs"]] == ["is_bad", "mean"]
+        assert "inputs" not in listed["plain"]
