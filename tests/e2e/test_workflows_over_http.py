@@ -153,7 +153,8 @@ def test_a_users_model_answers_openais_client_with_its_picture_and_values(client
     np.testing.assert_array_equal(pixels_of(item), photo())
     assert result.values == {"is_safe": True}
     assert sorted(result.stencil["ignored"]) == ["prompt", "seed", "who_knows"]
-    red = client.images.edit(model="safety", image=encode(photo() // (1, 9, 9) | (200, 0, 0)), prompt="-")
+    reddened = photo() // np.array([1, 9, 9], np.uint8) | np.array([192, 0, 0], np.uint8)
+    red = client.images.edit(model="safety", image=encode(reddened), prompt="-")
     assert not pixels_of(red.data[0]).any()
     assert red.values == {"is_safe": False}
 
