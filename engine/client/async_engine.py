@@ -176,10 +176,13 @@ class AsyncEngine:
         with self._running(request_id, asked) as session:
             return await session.run()
 
-    async def run_files(self, request_id: str, asked: RunInput, files: RunFiles) -> RunResults:
-        """As `run`, with pictures as files. Raises InvalidImageError, too."""
+    @asynccontextmanager
+    async def run_files(self, request_id: str, asked: RunInput, files: RunFiles) -> AsyncIterator[RunResults]:
+        """As `run`, with pictures as files, which are in shared memory until the context is left. Entering runs it, and
+        raises InvalidImageError, too.
+        """
         with self._running(request_id, asked) as session:
-            return await session.run_files(files)
+            yield await session.run_files(files)
 
     @contextmanager
     def _running(self, request_id: str, asked: RunInput) -> Iterator[RunSession]:

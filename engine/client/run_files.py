@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from core.messages.image_processor import OutputFormat
 from engine.client.run_values import RunValue
-from engine.client.upload import KeptUpload, Upload
+from engine.client.upload import Upload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +21,10 @@ class RunFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureFile:
-    """A picture that a run has made, as base64 text."""
+    """A picture that a run has made."""
 
     name: str  # of the result
-    text: KeptUpload
+    text: memoryview  # base64, in shared memory; valid until the run's context is left
     width: int
     height: int
 

@@ -15,7 +15,7 @@ from core.messages.image_processor import ComposeImage, ReadPicture
 from engine.client.run_files import PictureFile, RunFiles
 from engine.client.services import Services
 from engine.client.sessions.session_memory import SessionMemory
-from engine.client.upload import KeptUpload, Upload
+from engine.client.upload import Upload
 from engine.images import image_ops
 from engine.images.image_jobs import Caller, Room
 
@@ -98,7 +98,6 @@ class RunPictures:
         megapixels = width * height / 1e6
         work = ImageWork(self._files.output_format, megapixels, megapixels)
         composed = await self._services.images.compose(job, work, self._caller, Room(nbytes, take))
-        text = self._services.arena.view(composed.encoded).data
-        kept = await KeptUpload.of_output(text, is_base64=False)
         self._memory.trim(out, composed.encoded.size)
-        return PictureFile(name=name, text=kept, width=composed.width, height=composed.height)
+        text = self._services.arena.view(composed.encoded).data.toreadonly()
+        return PictureFile(name=name, text=text, width=composed.width, height=composed.height)

@@ -47,6 +47,11 @@ class RunSession(Session):
         self._values = ClassValues(workflow, self._memory)
         self._places = dict[str, ArrayRef]()  # result -> its memory, uint8 [most bytes]
         self._answer: RequestOutput | None = None
+        self._is_with_caller = False  # all files are made
+
+    @property
+    def waits_for_caller(self) -> bool:
+        return self._is_with_caller
 
     async def run(self) -> dict[str, RunValue]:
         """The results, by name. Raises InvalidRequestError that names the input; OverloadedError,
@@ -57,7 +62,7 @@ class RunSession(Session):
         return await asyncio.to_thread(self._read, self._places, finished.shapes)
 
     async def run_files(self, files: RunFiles) -> RunResults:
-        """As `run`, with pictures as files."""
+        """As `run`, with pictures as files, which are valid until `close`."""
         caller = Caller(self._id, self.owner, self.priority, self.arrival)
         pictures = RunPictures(self._services, self._workflow, files, self._memory, caller)
         async with self._within_time(), self._services.sessions.until_shutdown():
@@ -65,9 +70,9 @@ class RunSession(Session):
             drawn = {name: place for name, place in self._places.items() if self._values.is_picture(name)}
             others = {name: place for name, place in self._places.items() if name not in drawn}
             made = await pictures.make(drawn, finished.shapes)
-            return RunResults(
-                pictures=made, values=await asyncio.to_thread(self._read, others, finished.shapes) if others else {}
-            )
+            values = await asyncio.to_thread(self._read, others, finished.shapes) if others else {}
+        self._is_with_caller = True
+        return RunResults(pictures=made, values=values)
 
     @asynccontextmanager
     async def _within_time(self) -> AsyncIterator[None]:

@@ -10,7 +10,7 @@ import msgspec
 from starlette.types import Send
 
 from engine.client.async_engine import AsyncEngine
-from engine.client.run_files import PictureFile, RunResults
+from engine.client.run_files import RunResults
 from entrypoints.openai.answer.edit_response import EngineResponse, send_json
 from entrypoints.openai.answer.responses import Parts
 from entrypoints.openai.answer.shown_values import shown_values
@@ -27,8 +27,9 @@ class RunResponse(EngineResponse):
         self._call = call
 
     async def _run(self, record: RequestRecord, send: Send) -> None:
-        results = await self._engine.run_files(record.request_id, self._call.asked, self._call.files)
-        await send_json(send, await run_response(self._call, results))
+        async with self._engine.run_files(record.request_id, self._call.asked, self._call.files) as results:
+            self._submission.close()  # the engine has its own copy by now
+            await send_json(send, await run_response(self._call, results))
 
 
 async def run_response(call: RunCall, results: RunResults) -> Parts:
@@ -41,14 +42,10 @@ async def run_response(call: RunCall, results: RunResults) -> Parts:
         head["safety_identifier"] = call.safety_identifier
     parts: Parts = [msgspec.json.encode(head)[:-1] + b',"data":[']
     for index, picture in enumerate(results.pictures):
-        parts += [b'{"b64_json":"' if index == 0 else b',{"b64_json":"', *await _pieces(picture)]
+        parts += [b'{"b64_json":"' if index == 0 else b',{"b64_json":"', picture.text]
         parts.append(b'",' + msgspec.json.encode({"name": picture.name})[1:])
     parts.append(b"]," + (await asyncio.to_thread(_tail, call, results))[1:])
     return parts
-
-
-async def _pieces(picture: PictureFile) -> list[bytes]:
-    return [piece async for piece in picture.text.chunks()]
 
 
 def _tail(call: RunCall, results: RunResults) -> bytes:
