@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from run_workflows import CLASSES, GUARDED, SLEEPING
 
+import core.scheduling.ops  # noqa: F401  the check of a workflow looks ops up
 from core.config import AdapterConfig, EngineConfig, ModelConfig
 from core.errors import WorkflowError
 from engine.client.resolve.served_models import ServedModels
