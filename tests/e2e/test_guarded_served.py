@@ -253,6 +253,11 @@ async def test_the_api_takes_inputs_of_a_models_workflow_and_gives_its_values(en
         assert two["data"][0]["values"] == lenient["values"] != two["data"][1]["values"]
         event = (await made(stream=True)).text.partition("data: ")[2]
         assert json.loads(event)["values"] == black["values"]
+        form = {"model": "guarded", "prompt": BAD, "num_inference_steps": "2", "strictness": "0"}
+        photo = io.BytesIO()
+        Image.new("RGB", (64, 64)).save(photo, "png")
+        edited_one = await client.post("/images/edits", data=form, files={"image": photo.getvalue()})
+        assert edited_one.json()["values"]["is_bad"] is False
         refused = (await made(strictness="much")).json()["error"]
         assert (refused["param"], refused["code"]) == ("strictness", "invalid_type")
         assert "strictness" in (await made(model="plain", strictness=1)).json()["stencil"]["ignored"]

@@ -65,11 +65,14 @@ class RunSession(Session):
         """As `run`, with pictures as files, which are valid until `close`."""
         caller = Caller(self._id, self.owner, self.priority, self.arrival)
         pictures = RunPictures(self._services, self._workflow, files, self._memory, caller)
-        async with self._within_time(), self._services.sessions.until_shutdown():
-            finished = await self._finish(await pictures.read())
+        async with self._within_time():
+            async with self._services.sessions.until_shutdown():
+                given = await pictures.read()
+            finished = await self._finish(given)
             drawn = {name: place for name, place in self._places.items() if self._values.is_picture(name)}
             others = {name: place for name, place in self._places.items() if name not in drawn}
-            made = await pictures.make(drawn, finished.shapes)
+            async with self._services.sessions.until_shutdown():
+                made = await pictures.make(drawn, finished.shapes)
             values = await asyncio.to_thread(self._read, others, finished.shapes) if others else {}
         self._is_with_caller = True
         return RunResults(pictures=made, values=values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from core.errors import InvalidRequestError
@@ -60,7 +61,7 @@ class OwnFields:
         ports = tuple(port for port in workflow.own_inputs if is_alone or port.name != "prompt")
         return cls(workflow.name, ports, is_alone)
 
-    @property
+    @cached_property
     def fields(self) -> dict[str, Field]:
         """Fields of numbers, texts and truth values, by name."""
         plain = ((port.name, port.form) for port in self.ports if port.form is not None and port.form.is_plain)
@@ -70,7 +71,7 @@ class OwnFields:
         """The fields of a request. fields: the endpoint's."""
         return {**fields, **self.fields} if self.is_alone else {**self.fields, **fields}
 
-    @property
+    @cached_property
     def pictures(self) -> tuple[str, ...]:
         """Names of the files that it takes."""
         return tuple(port.name for port in self.ports if port.type == "picture" and self.is_alone)
@@ -99,17 +100,17 @@ class OwnFieldsByModel:
         """What the named one takes; None: nothing of its own."""
         return self.by_name.get(model)
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
         """All fields that any of them takes."""
         return frozenset(port.name for own in self.by_name.values() for port in own.ports)
 
-    @property
+    @cached_property
     def pictures(self) -> frozenset[str]:
         """All files that any of them takes."""
         return frozenset(name for own in self.by_name.values() for name in own.pictures)
 
-    @property
+    @cached_property
     def most_pictures(self) -> int:
         """Most files that any of them takes."""
         return max((len(own.pictures) for own in self.by_name.values()), default=0)
