@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -323,3 +324,7 @@ def test_nothing_that_is_sent_is_an_error_of_the_server(raw: httpx.Client) -> No
             assert answer.status_code in (200, 400, 422, 504), (body, answer.text)
             seen.add(answer.status_code)
     assert {200, 400} <= seen
+    deadline = time.monotonic() + 5
+    while any(raw.get("/engine/stats").json()["queue"][name] for name in ("running", "waiting", "admitted")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
