@@ -35,7 +35,8 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from core.errors import ConfigError, StencilError
+from core.errors import ConfigError, StencilError, WorkflowError
+from core.graph.port_checks import port_of
 from core.ipc import logs
 from core.ipc.heap import return_freed_memory
 from engine.client.async_engine import AsyncEngine
@@ -47,6 +48,7 @@ from entrypoints.key_reload import KeyReload
 from entrypoints.model_paths import check_model
 from entrypoints.openai.app import ServerSettings, create_app
 from entrypoints.openai.body.submission import STALL_SECONDS
+from entrypoints.openai.fields.own_fields import MODEL_FIELD
 from entrypoints.run_until import run_until
 from entrypoints.serve_options import ServeOptions
 from entrypoints.workflows.workflow_files import read_workflows
@@ -79,8 +81,14 @@ def main(options: ServeOptions) -> int:
 
 
 def with_workflows(options: ServeOptions) -> ServeOptions:
-    """The options with the workflows of the files that they name. Raises WorkflowError."""
+    """The options with the workflows of the files that they name. Raises WorkflowError, also for an input that requests
+    cannot give, as its field names the workflow.
+    """
     registered = read_workflows(options.workflow_files)
+    for workflow in registered.workflows:
+        if port_of(workflow.own_inputs, MODEL_FIELD) is not None:
+            problem = f"input '{MODEL_FIELD}': requests name the workflow by this field; call it otherwise"
+            raise WorkflowError(f"workflow {workflow.name}, {problem}", node="", input=MODEL_FIELD)
     engine = msgspec.structs.replace(options.config.engine, classes=registered.classes, workflows=registered.workflows)
     return replace(options, config=msgspec.structs.replace(options.config, engine=engine))
 

@@ -229,6 +229,18 @@ class Workflow:
         return tuple(port for port in self.inputs if port.form is not None)
 
     @cached_property
+    def own_results(self) -> tuple[Port, ...]:
+        """What nodes with ports of their own make for the request, each by the name of the result; the picture of a
+        request for one is not among them: it has its own place.
+        """
+        found = list[Port]()
+        for name, output in self.output_ports.items():
+            made = next((port for port in self.node(self.outputs[name]).makes if port.name == output), None)
+            if made is not None and made.form is not None and not (self.is_for_pictures and name == "picture"):
+                found.append(Port.of(name, made.form))
+        return tuple(found)
+
+    @cached_property
     def last_output(self) -> Node:
         """The node listed last among those that make results."""
         return next(node for node in reversed(self.nodes) if node.name in self.output_names)

@@ -133,5 +133,23 @@ class JobFailed(Message, frozen=True):
     failure: Failure
 
 
-ToImageProcessor = PrepareImages | ComposeImage
-FromImageProcessor = PreparedImages | ComposedImage | JobFailed
+class ReadPicture(Message, frozen=True):
+    """Decode a picture as it is, for a user's class. Set by the API server."""
+
+    job_id: int
+    file: ArrayRef  # encoded, uint8 [bytes]
+    param: str  # the request's field that it came in
+    max_pixels: int  # limit on uploads
+    max_size: tuple[int, int]  # most (width, height) that is declared
+    out: ArrayRef  # uint8 [bytes] for the pixels; at least those of max_size
+
+
+class ReadPixels(Message, frozen=True):
+    """The answer to ReadPicture."""
+
+    job_id: int
+    pixels: ArrayRef  # at the start of `out`, uint8 [height, width, 3], RGB
+
+
+ToImageProcessor = PrepareImages | ReadPicture | ComposeImage
+FromImageProcessor = PreparedImages | ReadPixels | ComposedImage | JobFailed

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 
 import msgspec
 
 from core.config import CacheConfig, StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
 from core.errors import EngineError, InvalidRequestError, StencilError
+from core.graph.workflow import Workflow
 from core.ipc.limits import check_limits
 from core.lora import Lora
 from core.model_choice import ModelChoice, choose_model
@@ -28,6 +29,7 @@ from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.processes.page_folder import check_page_folder
 from engine.client.resolve.class_label import edits_nothing
 from engine.client.resolve.served_models import ServedModels
+from engine.client.run_files import RunFiles, RunResults
 from engine.client.run_input import RunInput
 from engine.client.run_values import RunValue
 from engine.client.services import Services
@@ -171,19 +173,31 @@ class AsyncEngine:
         Raises InvalidRequestError that names the input, OverloadedError, DeadlineExceededError, EngineError and its
         subclasses, of which RunError names the node that has failed.
         """
-        services = self.services
+        with self._running(request_id, asked) as session:
+            return await session.run()
+
+    @asynccontextmanager
+    async def run_files(self, request_id: str, asked: RunInput, files: RunFiles) -> AsyncIterator[RunResults]:
+        """As `run`, with pictures as files, which are in shared memory until the context is left. Entering runs it, and
+        raises InvalidImageError, too.
+        """
+        with self._running(request_id, asked) as session:
+            yield await session.run_files(files)
+
+    @contextmanager
+    def _running(self, request_id: str, asked: RunInput) -> Iterator[RunSession]:
         self._check_up()
-        workflow = self._served.workflows.get(asked.workflow)
-        if workflow is None or workflow.is_for_pictures:
-            known = ", ".join(each.name for each in self.config.engine.workflows if not each.is_for_pictures) or "none"
+        workflow = self.workflows.get(asked.workflow)
+        if workflow is None:
+            known = ", ".join(self.workflows) or "none"
             message = (
                 f"Invalid 'workflow': there is no workflow '{shorten(asked.workflow)}' of classes; there are {known}."
             )
             raise InvalidRequestError(message, param="workflow")
-        session = RunSession(services, request_id, asked, workflow)
-        services.admission.check_queue(session)
-        with services.sessions.track(session):
-            return await session.run()
+        session = RunSession(self.services, request_id, asked, workflow)
+        self.services.admission.check_queue(session)
+        with self.services.sessions.track(session):
+            yield session
 
     def until_shutdown(self) -> AbstractAsyncContextManager[None]:
         """A block that is cancelled, and raises OverloadedError, once a shutdown's time to drain has passed."""
@@ -302,6 +316,15 @@ class AsyncEngine:
     def models(self) -> dict[str, ModelInfo]:
         """Served models by name; empty until ready."""
         return self._served.by_name
+
+    @property
+    def workflows(self) -> dict[str, Workflow]:
+        """Registered workflows of users' classes alone, by name."""
+        return self._served.run_workflows
+
+    def workflow_of(self, model: ModelInfo) -> Workflow | None:
+        """The registered workflow that a model's pictures are made by; None: it has none."""
+        return self._served.workflows[model.workflow] if model.workflow else None
 
     @property
     def cache(self) -> CacheConfig:

@@ -14,7 +14,7 @@ from binascii import b2a_base64
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +28,6 @@ from engine.images.colour import MAX_ICC_BYTES, NO_COLOUR, Colour
 from engine.images.png_chunks import bit_depth, low_bytes
 
 Bytes = npt.NDArray[np.uint8]
-Field = Literal[
-    "image", "mask", "mask_image", "reference_image", "control_image"
-]  # the request field that a file came in
 
 FORMATS = ("PNG", "WEBP", "JPEG")
 MAX_SIDE: dict[OutputFormat, int] = {"png": 2**31 - 1, "webp": 16383, "jpeg": 65500}
@@ -76,8 +73,9 @@ class DecodedImage:
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-def decode(data: Bytes, field: Field, max_pixels: int) -> DecodedImage:
+def decode(data: Bytes, field: str, max_pixels: int) -> DecodedImage:
     """Decode a PNG, WebP or JPEG file (uint8 [bytes]), recognised by its content; of an animation, the first frame.
+    field: of the request, that it came in.
 
     EXIF orientation is applied. Palettes, grey, CMYK and 16-bit files become 8-bit RGB(A), 16 bits by their high byte.
     Raises InvalidImageError (not such a file, or damaged) and InvalidRequestError (more than `max_pixels` pixels, found
@@ -103,7 +101,7 @@ def check_pixels(size: tuple[int, int], field: str, max_pixels: int) -> None:
         raise _too_large(f"{width}x{height} pixels are more than the {max_pixels} allowed", field)
 
 
-def unreadable(field: Field) -> InvalidImageError:
+def unreadable(field: str) -> InvalidImageError:
     """The error for a damaged file or one of another format, with the messages of OpenAI's images API."""
     if field in ("reference_image", "control_image"):
         kind = field.removesuffix("_image")
@@ -112,8 +110,11 @@ def unreadable(field: Field) -> InvalidImageError:
     if field == "image":
         message = "Invalid image file or mode for image 1, please check your image file: PNG, WebP and JPEG are read."
         return InvalidImageError(message, param=field, code="invalid_image_file")
-    message = "Invalid mask image format - not a readable PNG, WebP or JPEG file"
-    return InvalidImageError(message, param=field, code="invalid_mask_image_format")
+    if field in ("mask", "mask_image"):
+        message = "Invalid mask image format - not a readable PNG, WebP or JPEG file"
+        return InvalidImageError(message, param=field, code="invalid_mask_image_format")
+    message = f"Invalid '{field}': not a readable PNG, WebP or JPEG file."
+    return InvalidImageError(message, param=field, code="invalid_image_file")
 
 
 def _too_large(reason: str, field: str) -> InvalidRequestError:

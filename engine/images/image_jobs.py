@@ -12,7 +12,15 @@ from core.costs.image_backlog import BacklogShare
 from core.costs.image_costs import ImageWork
 from core.handles import ArrayRef
 from core.ipc.logs import current_request
-from core.messages.image_processor import ComposedImage, ComposeImage, PreparedImages, PrepareImages, ToImageProcessor
+from core.messages.image_processor import (
+    ComposedImage,
+    ComposeImage,
+    PreparedImages,
+    PrepareImages,
+    ReadPicture,
+    ReadPixels,
+    ToImageProcessor,
+)
 from core.scheduling.requests.fair_queue import Claim, FairQueue, counts_as_due
 
 
@@ -44,12 +52,16 @@ class Room:
     take: Callable[[], ArrayRef]
 
 
+Answer = PreparedImages | ReadPixels | ComposedImage
+"""What a job that succeeds is answered with."""
+
+
 @dataclass(eq=False, slots=True)
 class ImageJob:
     """One job, from submission to its answer. work: its size. seconds: its predicted time."""
 
     message: ToImageProcessor
-    answer: asyncio.Future[PreparedImages | ComposedImage]
+    answer: asyncio.Future[Answer]
     work: ImageWork
     seconds: float = 0.0
     caller: Caller = field(default_factory=Caller)
@@ -116,8 +128,10 @@ class JobQueue:
         return job in self._claims and not self._claims[job].has_begun
 
 
-def upload_work(message: PrepareImages) -> ImageWork:
-    """The size of the work of a PrepareImages job."""
+def upload_work(message: PrepareImages | ReadPicture) -> ImageWork:
+    """The size of the work of a job that decodes uploads."""
+    if isinstance(message, ReadPicture):
+        return ImageWork("prepare", message.file.size / 1e6)
     nbytes = sum(ref.size for ref in (message.image, message.mask) if ref is not None)
     width, height = message.canvas_size or (0, 0)
     return ImageWork("prepare", nbytes / 1e6, width * height / 1e6)

@@ -28,6 +28,7 @@ from core.messages.image_processor import (
     PreparedCanvas,
     PreparedImages,
     PrepareImages,
+    ReadPicture,
 )
 from core.reference_pictures import MAX_ASPECT, ReferencePictures
 from engine.images.control_pictures import control_arrays
@@ -36,7 +37,6 @@ from engine.images.generation_size import crop_size, generation_size, smaller_si
 from engine.images.image_codec import (
     Bytes,
     DecodedImage,
-    Field,
     check_output_size,
     check_pixels,
     decode,
@@ -62,6 +62,7 @@ __all__ = [
     "generation_size",
     "prepare",
     "prepare_nothing",
+    "read_picture",
     "scratch_bytes",
 ]
 
@@ -180,6 +181,18 @@ def prepare_nothing(job: PrepareImages) -> PreparedImages:
         unmasked=True,
         canvases={name: PreparedCanvas(*smaller, None, None, None) for name, smaller in sizes.items()},
     )
+
+
+def read_picture(job: ReadPicture, file: Bytes) -> Bytes:
+    """The pixels of a file (uint8 [bytes]), uint8 [height, width, 3], RGB without transparency. Raises
+    InvalidImageError, and InvalidRequestError for a picture larger than declared.
+    """
+    picture = decode(file, job.param, job.max_pixels).image.convert("RGB")
+    (width, height), (most_width, most_height) = picture.size, job.max_size
+    if width > most_width or height > most_height:
+        why = f"{width}x{height} pixels are more than the {most_width}x{most_height} that the workflow takes"
+        raise InvalidRequestError(f"Invalid '{job.param}': {why}.", param=job.param, code="image_too_large")
+    return np.asarray(picture)
 
 
 def _canvas_arrays(
@@ -320,7 +333,7 @@ def _empty_size(size: tuple[int, int] | None, max_pixels: int) -> tuple[int, int
 
 
 def _read_mask(data: Bytes, kind: MaskKind, picture: DecodedImage, max_pixels: int) -> Bytes:
-    field: Field = "mask" if kind == "alpha" else "mask_image"
+    field = "mask" if kind == "alpha" else "mask_image"
     mask = decode(data, field, max_pixels).image
     if kind == "alpha" and mask.mode != "RGBA":
         raise _bad_mask("mask image missing alpha channel; a black-and-white mask goes into 'mask_image'", field)
@@ -346,7 +359,7 @@ def _keep_of_luminance(mask: Image.Image) -> Bytes:
     return np.where(np.asarray(mask.convert("RGB").convert("L")) >= 128, 0, 255).astype(np.uint8)
 
 
-def _bad_mask(reason: str, field: Field) -> InvalidImageError:
+def _bad_mask(reason: str, field: str) -> InvalidImageError:
     return InvalidImageError(f"Invalid mask image format - {reason}", param=field, code="invalid_mask_image_format")
 
 

@@ -35,9 +35,11 @@ from core.messages.image_processor import (
     JobFailed,
     PreparedImages,
     PrepareImages,
+    ReadPicture,
+    ReadPixels,
     ToImageProcessor,
 )
-from engine.images.image_jobs import Caller, ImageJob, JobQueue, Room, upload_work
+from engine.images.image_jobs import Answer, Caller, ImageJob, JobQueue, Room, upload_work
 from engine.images.image_processor import ImageProcessorConfig
 from engine.images.processor_handle import ProcessorHandle
 from engine.images.result_budget import ResultBudget
@@ -140,6 +142,12 @@ class ImagePool:
         assert isinstance(answer, PreparedImages)
         return answer
 
+    async def read(self, job: ReadPicture, caller: Caller = ANYBODY) -> ReadPixels:
+        """As `prepare`."""
+        answer = await self._submit(job, upload_work(job), caller)
+        assert isinstance(answer, ReadPixels)
+        return answer
+
     async def compose(
         self, job: ComposeImage, work: ImageWork, caller: Caller = ANYBODY, room: Room | None = None
     ) -> ComposedImage:
@@ -171,11 +179,11 @@ class ImagePool:
 
     async def _submit(
         self, message: ToImageProcessor, work: ImageWork, caller: Caller, room: Room | None = None
-    ) -> PreparedImages | ComposedImage:
+    ) -> Answer:
         if self._stopping.is_set():
             raise EngineDeadError("the image processors have stopped")
         message = msgspec.structs.replace(message, job_id=next(self._job_ids))
-        answer: asyncio.Future[PreparedImages | ComposedImage] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         job = ImageJob(message, answer, work, self.costs.predict(work), caller, room)
         self._queue.push(job)
         self._dispatch()
@@ -292,7 +300,7 @@ class ImagePool:
         took = time.monotonic() - processor.began
         self._queue.remove(job, took)
         match answer:
-            case PreparedImages() | ComposedImage():
+            case PreparedImages() | ReadPixels() | ComposedImage():
                 self.costs.observe(job.work, took)
                 if isinstance(answer, ComposedImage) and job.held:
                     self.results.take(job.caller.edit_id, answer.encoded.size - job.held)
@@ -385,6 +393,10 @@ def _limits(arena_id: int, max_pixels: int) -> ImageProcessorConfig:
 
 
 def _out_of_time(job: ImageJob) -> InvalidRequestError | EngineError:
+    if isinstance(job.message, ReadPicture):
+        param = job.message.param
+        message = f"Invalid '{param}': it takes too long to decode; save it again, with fewer pixels."
+        return InvalidRequestError(message, param=param, code="image_too_large")
     if isinstance(job.message, PrepareImages):
         further = job.message.references or job.message.controls
         files = "'image', mask or further picture" if further else "'image' or mask"

@@ -38,6 +38,8 @@ from core.messages.image_processor import (
     PreparedCanvas,
     PreparedImages,
     PrepareImages,
+    ReadPicture,
+    ReadPixels,
     ToImageProcessor,
 )
 from engine.images import image_ops
@@ -137,6 +139,9 @@ def perform(arena: Arena, job: ToImageProcessor) -> FromImageProcessor:
         match job:
             case PrepareImages():
                 return _prepare(arena, job)
+            case ReadPicture():
+                pixels = image_ops.read_picture(job, arena.view(job.file))
+                return ReadPixels(job_id=job.job_id, pixels=_write(arena, job.out, [pixels])[0])
             case ComposeImage():
                 return _compose(arena, job)
     except InvalidRequestError as error:

@@ -26,14 +26,17 @@ from engine.client.templates.template_store import RegisteredTemplate
 from engine.observability.metrics import CONTENT_TYPE
 from engine.observability.tracing import NoTracer, Tracer
 from entrypoints.openai.adapter_routes import adapter_router
-from entrypoints.openai.answer.edit_response import EditResponse, disconnected
+from entrypoints.openai.answer.edit_response import EditResponse, EngineResponse, disconnected
 from entrypoints.openai.answer.engine_stats import engine_stats
 from entrypoints.openai.answer.errors import describe_http, log_internal
 from entrypoints.openai.answer.reference_page import reference_router
+from entrypoints.openai.answer.run_response import RunResponse
+from entrypoints.openai.answer.workflow_object import own_ports, workflow_object
 from entrypoints.openai.body.submission import Submission, read_edit, read_generation, read_template
 from entrypoints.openai.body.upload_slots import UploadSlots
 from entrypoints.openai.edit_request import Operation, build_call, build_mask_call, missing
 from entrypoints.openai.fields.fields import MASK_FIELDS
+from entrypoints.openai.fields.own_fields import OwnFields, OwnFieldsByModel
 from entrypoints.openai.guards.host_guard import HostGuard
 from entrypoints.openai.guards.key_ring import KeyRing
 from entrypoints.openai.guards.middleware import (
@@ -48,6 +51,7 @@ from entrypoints.openai.guards.middleware import (
 from entrypoints.openai.guards.origin_guard import OriginGuard
 from entrypoints.openai.guards.rate_limit import RateLimit
 from entrypoints.openai.guards.request_owners import RequestOwners
+from entrypoints.openai.run_request import build_run_call
 from entrypoints.openai.schema import (
     DELETED_ANSWERS,
     EDIT_BODY,
@@ -146,6 +150,7 @@ def _add_image_routes(
                 settings.max_upload_bytes,
                 max_references=max(seen, default=0),
                 max_controls=_most_controls(engine),
+                own=_own_fields(engine),
             )
         owners.note(request.scope[REQUEST_ID], _owner(request))
         return _answer(engine, request, "image_edit", submission)
@@ -155,7 +160,9 @@ def _add_image_routes(
         """Paint a whole image: an edit of an empty canvas, or with models that have classes a picture of one."""
         engine.check_ready()
         async with engine.until_shutdown(), places.take(_owner(request)):
-            submission = await read_generation(request, settings.max_upload_bytes, _most_controls(engine))
+            submission = await read_generation(
+                request, settings.max_upload_bytes, _most_controls(engine), _own_fields(engine)
+            )
         owners.note(request.scope[REQUEST_ID], _owner(request))
         return _answer(engine, request, "image_generation", submission)
 
@@ -173,13 +180,26 @@ def _add_image_routes(
         raise HTTPException(404)
 
 
+def _own_fields(engine: AsyncEngine) -> OwnFieldsByModel:
+    """What registered workflows take of requests: those that run alone, and those of models."""
+    found = {name: OwnFields.of(workflow) for name, workflow in engine.workflows.items()}
+    for model in engine.models.values():
+        workflow = engine.workflow_of(model)
+        if workflow is not None and workflow.has_own_ports:
+            found[model.name] = OwnFields.of(workflow)
+    first = next(iter(engine.models), "")
+    return OwnFieldsByModel({**found, **({"": found[first]} if first in found else {})})
+
+
 def _most_controls(engine: AsyncEngine) -> int:
     """Control pictures that any served model takes."""
     return MAX_CONTROLS if any(model.controls for model in engine.models.values()) else 0
 
 
-def _answer(engine: AsyncEngine, request: Request, operation: Operation, submission: Submission) -> EditResponse:
+def _answer(engine: AsyncEngine, request: Request, operation: Operation, submission: Submission) -> EngineResponse:
     try:
+        if submission.own is not None and submission.own.is_alone:
+            return RunResponse(engine, build_run_call(submission, submission.own, _owner(request)), submission)
         choice = engine.choose_model(submission.model, submission.loras)
         if operation == "image_mask":
             call = build_mask_call(submission, choice, _owner(request))
@@ -250,15 +270,18 @@ def _add_model_routes(app: FastAPI, engine: AsyncEngine) -> None:
 
     @app.get("/v1/models", response_model=None)
     async def list_models() -> Response:
-        """The served models and their adapters; an adapter's `parent` is its model."""
+        """The served models, their adapters, whose `parent` is their model, and the workflows of users' classes."""
         _require_ready(engine)
-        data = [_model_object(engine, model, started) for model in engine.models.values()]
+        models = [_model_object(engine, model, started) for model in engine.models.values()]
+        data = [*models, *(workflow_object(workflow, started) for workflow in engine.workflows.values())]
         return _json({"object": "list", "data": data})
 
     @app.get("/v1/models/{model_id:path}", response_model=None)
     async def retrieve_model(model_id: str) -> Response:
-        """One model or adapter; its id may contain slashes."""
+        """One model, adapter or workflow; its id may contain slashes."""
         _require_ready(engine)
+        if model_id in engine.workflows:
+            return _json(workflow_object(engine.workflows[model_id], started))
         if model_id not in engine.models:
             raise ModelNotFoundError(model_id)
         return _json(_model_object(engine, engine.models[model_id], started))
@@ -328,6 +351,7 @@ def _model_object(engine: AsyncEngine, model: ModelInfo, created: int) -> dict[s
         "selects_by": list(model.selects_by),
         "control_types": list(model.controls),
         "state": model_state(model, alive),
+        **own_ports(engine.workflow_of(model)),
     }
 
 

@@ -64,7 +64,7 @@ class ImagesCall:
 def build_call(operation: Operation, submission: Submission, choice: ModelChoice, owner: str = "") -> ImagesCall:
     """The call that a request makes. choice: what it names. owner: see EditInput. Raises InvalidRequestError."""
     values, model = submission.values, choice.model
-    _refuse_unsupported(values)
+    refuse_unsupported(values)
     prompt = _require_prompt(values, model)
     is_edit = operation == "image_edit"
     if is_edit:
@@ -92,6 +92,7 @@ def build_call(operation: Operation, submission: Submission, choice: ModelChoice
         compression=cast(int, values.get("output_compression", 100)),
         partial_images=cast(int, values.get("partial_images", 0)) if stream else 0,
         base64=True,
+        inputs=own_inputs(submission),
         **(_of_mask(values) if is_edit else {}),
     )
     ignored = _ignored(operation, values, model)
@@ -102,10 +103,25 @@ def build_call(operation: Operation, submission: Submission, choice: ModelChoice
         stream=stream,
         quality=_shown_quality(values),
         background="opaque" if values.get("background") == "opaque" and "background" not in ignored else None,
-        safety_identifier=_safety_identifier(values),
+        safety_identifier=safety_identifier(values),
         ignored=(*ignored, *(() if sees_references else submission.references), *submission.ignored),
         ignored_if_exact=tuple(name for name in values if name in _MASK_AWARE_FIELDS),
     )
+
+
+def own_inputs(submission: Submission) -> dict[str, Any]:
+    """What a request gives the workflow of users' classes that it names, or that its model has, files apart. Raises
+    InvalidRequestError if an input is missing.
+    """
+    own = submission.own
+    if own is None:
+        return {}
+    given = own.given_of(submission.values)
+    for port in own.ports:
+        if not (port.is_optional or port.name in given or port.name in submission.own_pictures):
+            own.check_supported(port.name)
+            raise missing(port.name)
+    return given
 
 
 def build_mask_call(submission: Submission, choice: ModelChoice, owner: str = "") -> ImagesCall:
@@ -149,7 +165,8 @@ def _of_mask(values: Mapping[str, Value]) -> dict[str, Any]:
     return {"mask_request": request, **beside}
 
 
-def _refuse_unsupported(values: Mapping[str, Value]) -> None:
+def refuse_unsupported(values: Mapping[str, Value]) -> None:
+    """Raises InvalidRequestError for a value that no request of this server may have."""
     for name, value in (("response_format", "url"), ("background", "transparent")):
         if values.get(name) == value:
             message = f"Unsupported value: '{name}' does not support '{value}' with this server."
@@ -221,14 +238,16 @@ def _shown_quality(values: Mapping[str, Value]) -> str | None:
     return str(quality) if quality in QUALITY_FACTORS and not overruled else None
 
 
-def _safety_identifier(values: Mapping[str, Value]) -> str | None:
+def safety_identifier(values: Mapping[str, Value]) -> str | None:
+    """As the answer repeats it; None: there is none."""
     return str(values.get("safety_identifier") or values.get("user") or "") or None
 
 
 def _ignored(operation: Operation, values: Mapping[str, Value], model: ModelInfo) -> list[str]:
     """Known and valid fields that have no effect with this model and request, in the order of arrival."""
     fields = EDIT_FIELDS if operation == "image_edit" else GENERATION_FIELDS
-    return [name for name in values if not _has_effect(fields[name], values, model, operation)]
+    known = (name for name in values if name in fields)  # the others are inputs of a workflow
+    return [name for name in known if not _has_effect(fields[name], values, model, operation)]
 
 
 def _has_effect(field: Field, values: Mapping[str, Value], model: ModelInfo, operation: Operation) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +28,7 @@ from core.sampling_params import SamplingParams
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput, EditReport
 from engine.client.upload import BytesUpload
+from entrypoints.openai.app import ServerSettings, create_app
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -229,3 +233,35 @@ async def test_an_edit_passes_the_class_again_when_its_ranks_die_meanwhile(engin
     assert report.values["is_bad"] is True
     lenient = replace(edit, inputs={"strictness": 0.0})
     assert (await edited(engine, "guarded", lenient))[0] == (await edited(engine, "plain", edit))[0]
+
+
+async def test_the_api_takes_inputs_of_a_models_workflow_and_gives_its_values(engine: AsyncEngine) -> None:
+    transport = httpx.ASGITransport(create_app(engine, ServerSettings((), max_upload_bytes=10**6)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://stencil/v1", timeout=60) as client:
+
+        async def made(**fields: Any) -> httpx.Response:
+            body = {"model": "guarded", "prompt": BAD, "size": "64x64", "num_inference_steps": 2, "seed": 1} | fields
+            return await client.post("/images/generations", json=body)
+
+        black, lenient = (await made()).json(), (await made(strictness=0)).json()
+        assert (black["values"]["is_bad"], lenient["values"]["is_bad"]) == (True, False)
+        assert black["values"].keys() == {"is_bad", "mean"}
+        assert not pixels_of(base64.b64decode(black["data"][0]["b64_json"])).any()
+        assert pixels_of(base64.b64decode(lenient["data"][0]["b64_json"])).any()
+        two = (await made(n=2, strictness=0)).json()
+        assert "values" not in two
+        assert two["data"][0]["values"] == lenient["values"] != two["data"][1]["values"]
+        event = (await made(stream=True)).text.partition("data: ")[2]
+        assert json.loads(event)["values"] == black["values"]
+        form = {"model": "guarded", "prompt": BAD, "num_inference_steps": "2", "strictness": "0"}
+        photo = io.BytesIO()
+        Image.new("RGB", (64, 64)).save(photo, "png")
+        edited_one = await client.post("/images/edits", data=form, files={"image": photo.getvalue()})
+        assert edited_one.json()["values"]["is_bad"] is False
+        refused = (await made(strictness="much")).json()["error"]
+        assert (refused["param"], refused["code"]) == ("strictness", "invalid_type")
+        assert "strictness" in (await made(model="plain", strictness=1)).json()["stencil"]["ignored"]
+        listed = {model["id"]: model for model in (await client.get("/models")).json()["data"]}
+        assert listed["guarded"]["inputs"] == [{"name": "strictness", "type": "number", "required": False}]
+        assert [each["name"] for each in listed["guarded"]["outputs"]] == ["is_bad", "mean"]
+        assert "inputs" not in listed["plain"]

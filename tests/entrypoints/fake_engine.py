@@ -14,6 +14,7 @@ import msgspec
 from core.config import StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
 from core.errors import AdapterNotFoundError, OverloadedError
+from core.graph.workflow import Workflow
 from core.lora import Lora
 from core.model_choice import ModelChoice, choose_model
 from core.model_info import ModelInfo
@@ -58,6 +59,7 @@ class FakeEngine:
         self.metrics = Metrics()
         self.config = StencilConfig(max_queue=4)
         self.models = {model.name: model}
+        self.workflows: dict[str, Workflow] = {}
         self.is_ready = True
         self.is_closing = False
         self.payload = payload
@@ -107,6 +109,9 @@ class FakeEngine:
 
     def choose_model(self, name: str = "", loras: Sequence[Lora] = ()) -> ModelChoice:
         return choose_model(self.models, name, loras)
+
+    def workflow_of(self, model: ModelInfo) -> Workflow | None:
+        return None
 
     @asynccontextmanager
     async def edit(

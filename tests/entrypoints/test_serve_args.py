@@ -249,6 +249,11 @@ def test_workflow_flags_register_what_their_files_have(tmp_path: Path) -> None:
     assert [Path(each.file).name for each in engine.classes] == ["one.py", "two.py"]
     with pytest.raises(WorkflowError, match=r"none\.py: cannot be read"):
         with_workflows(parse_options(["--workflow", str(tmp_path / "none.py")]))
+    (tmp_path / "one.py").write_text(
+        WORKFLOW.replace('workflow.add_input("x"', 'workflow.add_input("model"').format(name="one")
+    )
+    with pytest.raises(WorkflowError, match="workflow one, input 'model': requests name the workflow by this field"):
+        with_workflows(parse_options(flags[:2]))
 
 
 def test_a_scheduling_policy_is_checked_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:

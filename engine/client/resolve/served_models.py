@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from core.config import CacheConfig, EngineConfig
+from core.errors import WorkflowError
 from core.graph.catalog import with_registered
 from core.model_choice import ModelChoice
 from core.model_info import ModelInfo
@@ -12,14 +13,19 @@ class ServedModels:
     """Empty, with the command line's limits, until every engine is ready.
 
     by_name: name -> info, adapters included. engine: the engines' configuration. workflows: name -> workflow, of those
-    that engines run; they never change.
+    that engines run; they never change. run_workflows: of these, what `AsyncEngine.run` takes: those that users have
+    registered, of their classes alone.
     """
 
     def __init__(self, engine: EngineConfig) -> None:
-        """Raises WorkflowError for a registered workflow that cannot run."""
+        """Raises WorkflowError for a registered workflow that cannot run, or that has the name of a model."""
         self.by_name: dict[str, ModelInfo] = {}
         self.workflows = with_registered(engine.workflows, {each.name for each in engine.classes})
+        self.run_workflows = {each.name: each for each in engine.workflows if not each.is_for_pictures}
         self.engine = engine
+        for name in (name for model in engine.models for name in (model.name, *(each.name for each in model.adapters))):
+            if name in self.run_workflows:
+                raise WorkflowError(f"workflow {name}: a model has this name; give it another", node="")
 
     @property
     def cache(self) -> CacheConfig:

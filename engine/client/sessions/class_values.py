@@ -23,7 +23,7 @@ class ClassValues:
     def __init__(self, workflow: Workflow, memory: SessionMemory) -> None:
         self._workflow = workflow
         self._memory = memory
-        self._results = _result_forms(workflow)
+        self._results = {port.name: port.form for port in workflow.own_results if port.form is not None}
 
     async def store(self, inputs: Mapping[str, RunValue]) -> dict[str, ArrayRef]:
         """Check inputs, beside the event loop, and copy them to shared memory. Raises InvalidRequestError that names
@@ -52,18 +52,13 @@ class ClassValues:
     def read(
         self, places: Mapping[str, npt.NDArray[Any]], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, RunValue]:
-        """Copies of the results. places: as `make_places` made them. shapes: as the engine tells them."""
+        """Copies of some results. places: theirs, as `make_places` made them. shapes: as the engine tells them."""
         found = dict[str, RunValue]()
         for name, form in self._results.items():
-            found[name] = from_array(form, array_at(form, places[name], shapes[name]).copy())
+            if name in places:
+                found[name] = from_array(form, array_at(form, places[name], shapes[name]).copy())
         return found
 
-
-def _result_forms(workflow: Workflow) -> Mapping[str, Form]:
-    """Name of each result -> its form, but for the picture of a request, which has its own place."""
-    found = dict[str, Form]()
-    for name, port in workflow.output_ports.items():
-        made = port_of(workflow.node(workflow.outputs[name]).makes, port)
-        if made is not None and made.form is not None and not (workflow.is_for_pictures and name == "picture"):
-            found[name] = made.form
-    return found
+    def is_picture(self, name: str) -> bool:
+        """Whether a result is a picture."""
+        return self._results[name].kind == "picture"

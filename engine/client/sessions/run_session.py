@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 
 import numpy as np
 
@@ -18,20 +19,23 @@ from core.messages.engine import Aborted, EngineRequest, Failed, Finished
 from core.messages.specs import RunSpec
 from core.sampling_params import MAX_INFERENCE_STEPS
 from core.validation import check_integer
+from engine.client.run_files import RunFiles, RunResults
 from engine.client.run_input import RunInput
 from engine.client.run_values import RunValue
 from engine.client.services import Services
 from engine.client.sessions.class_values import ClassValues
+from engine.client.sessions.run_pictures import RunPictures
 from engine.client.sessions.running_sessions import shut_down
 from engine.client.sessions.session import Session
 from engine.client.sessions.session_memory import SessionMemory
+from engine.images.image_jobs import Caller
 from engine.router.engine_client import RequestOutput
 
 logger = logging.getLogger("stencil.engine")
 
 
 class RunSession(Session):
-    """Called in this order: run, give_up, close. One caller."""
+    """Called in this order: run or run_files, give_up, close. One caller."""
 
     def __init__(self, services: Services, request_id: str, asked: RunInput, workflow: Workflow) -> None:
         super().__init__(None, asked.owner, 1, asked.priority)
@@ -43,25 +47,57 @@ class RunSession(Session):
         self._values = ClassValues(workflow, self._memory)
         self._places = dict[str, ArrayRef]()  # result -> its memory, uint8 [most bytes]
         self._answer: RequestOutput | None = None
+        self._is_with_caller = False  # all files are made
+
+    @property
+    def waits_for_caller(self) -> bool:
+        return self._is_with_caller
 
     async def run(self) -> dict[str, RunValue]:
         """The results, by name. Raises InvalidRequestError that names the input; OverloadedError,
         DeadlineExceededError, EngineError and its subclasses, of which RunError names the node that has failed.
         """
+        async with self._within_time():
+            finished = await self._finish({})
+        return await asyncio.to_thread(self._read, self._places, finished.shapes)
+
+    async def run_files(self, files: RunFiles) -> RunResults:
+        """As `run`, with pictures as files, which are valid until `close`."""
+        caller = Caller(self._id, self.owner, self.priority, self.arrival)
+        pictures = RunPictures(self._services, self._workflow, files, self._memory, caller)
+        async with self._within_time():
+            async with self._services.sessions.until_shutdown():
+                given = await pictures.read()
+            finished = await self._finish(given)
+            drawn = {name: place for name, place in self._places.items() if self._values.is_picture(name)}
+            others = {name: place for name, place in self._places.items() if name not in drawn}
+            async with self._services.sessions.until_shutdown():
+                made = await pictures.make(drawn, finished.shapes)
+            values = await asyncio.to_thread(self._read, others, finished.shapes) if others else {}
+        self._is_with_caller = True
+        return RunResults(pictures=made, values=values)
+
+    @asynccontextmanager
+    async def _within_time(self) -> AsyncIterator[None]:
+        """A block that raises DeadlineExceededError when the request's time is over."""
         try:
             async with asyncio.timeout(self._asked.timeout):
-                inputs = await self._values.store(self._asked.inputs)
-                self._places = self._values.make_places()
-                spec = RunSpec(inputs=inputs, outputs=self._places)
-                self._services.router.submit(self._make_request(spec), self._on_output)
-                self.is_submitted = True
-                async with self._services.sessions.until_shutdown():
-                    await self.done.wait()
+                yield
         except TimeoutError as error:
             raise DeadlineExceededError("The request's timeout passed before it finished.") from error
+
+    async def _finish(self, pictures: Mapping[str, ArrayRef]) -> Finished:
+        """Run it to its end. pictures: further inputs. Raises as `run`."""
+        inputs = await self._values.store(self._asked.inputs)
+        self._places = self._values.make_places()
+        spec = RunSpec(inputs={**inputs, **pictures}, outputs=self._places)
+        self._services.router.submit(self._make_request(spec), self._on_output)
+        self.is_submitted = True
+        async with self._services.sessions.until_shutdown():
+            await self.done.wait()
         match self._answer:
             case Finished():
-                return await asyncio.to_thread(self._read, self._answer.shapes)
+                return self._answer
             case Failed(failure=failure):
                 if failure.detail:
                     logger.error("%s: %s\n%s", self._id, failure.message, failure.detail)
@@ -99,10 +135,10 @@ class RunSession(Session):
         check_integer(said, rounds, 1, MAX_INFERENCE_STEPS)
         return rounds
 
-    def _read(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, RunValue]:
-        """Copies of the results."""
-        places = {name: self._services.arena.view(place) for name, place in self._places.items()}
-        return self._values.read(places, shapes)
+    def _read(self, places: Mapping[str, ArrayRef], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, RunValue]:
+        """Copies of results."""
+        views = {name: self._services.arena.view(place) for name, place in places.items()}
+        return self._values.read(views, shapes)
 
     def _on_output(self, output: RequestOutput) -> None:
         self._answer = output
@@ -118,3 +154,4 @@ class RunSession(Session):
         """Wait for the terminal output, then free the memory."""
         await self.done.wait()
         await self._memory.release()
+        self._services.images.forget(self._id)

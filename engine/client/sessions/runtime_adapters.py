@@ -56,7 +56,7 @@ class RuntimeAdapters:
 
     async def _load(self, name: str, path: str, model: ModelInfo) -> ModelInfo:
         served = self._services.served
-        if name in served.by_name:
+        if name in served.by_name or name in served.run_workflows:
             message = f"Invalid 'lora_name': '{name}' is served already; unload it first, or choose another name."
             raise InvalidRequestError(message, param="lora_name", code="name_taken")
         if len(self._names) >= MAX_ADAPTERS:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
@@ -44,12 +45,11 @@ class _ClientStalledError(Exception):
     """The client has read nothing for STALL_SECONDS."""
 
 
-class EditResponse(Response):
+class EngineResponse(Response, ABC):
     """The answer to one call. Refusals are raised before the first byte is sent, so that they keep their status."""
 
-    def __init__(self, engine: AsyncEngine, call: ImagesCall, submission: Submission) -> None:
+    def __init__(self, engine: AsyncEngine, submission: Submission) -> None:
         self._engine = engine
-        self._call = call
         self._submission = submission
         self._reports: list[EditReport] = []  # of finished images
         self.background = None
@@ -65,6 +65,18 @@ class EditResponse(Response):
         finally:
             self._submission.close()
             record.note_reports(self._reports)
+
+    @abstractmethod
+    async def _run(self, record: RequestRecord, send: Send) -> None:
+        """Run the call, and send its answer."""
+
+
+class EditResponse(EngineResponse):
+    """The answer to an edit, a generation, or a request for a mask."""
+
+    def __init__(self, engine: AsyncEngine, call: ImagesCall, submission: Submission) -> None:
+        super().__init__(engine, submission)
+        self._call = call
 
     async def _run(self, record: RequestRecord, send: Send) -> None:
         async with self._engine.edit(record.request_id, self._call.edit, self._call.choice) as outputs:
@@ -82,10 +94,7 @@ class EditResponse(Response):
             parts = mask_response(self._call, images[0])
         else:
             parts = images_response(self._call, sorted(images, key=lambda image: image.image_index))
-        length = sum(len(part) for part in parts)
-        await _start(send, {"content-type": "application/json", "content-length": str(length)})
-        await _send_parts(send, parts)
-        await send({"type": "http.response.body", "body": b""})
+        await send_json(send, parts)
 
     async def _send_events(self, record: RequestRecord, outputs: AsyncIterator[ImageOutput], send: Send) -> None:
         await _start(send, _STREAM_HEADERS)
@@ -147,6 +156,14 @@ def _impatient(send: Send) -> Send:
             raise _ClientStalledError from error
 
     return send_or_give_up
+
+
+async def send_json(send: Send, parts: Parts) -> None:
+    """Send a whole answer of status 200. parts: of its body."""
+    length = sum(len(part) for part in parts)
+    await _start(send, {"content-type": "application/json", "content-length": str(length)})
+    await _send_parts(send, parts)
+    await send({"type": "http.response.body", "body": b""})
 
 
 async def _start(send: Send, headers: dict[str, str]) -> None:

@@ -24,6 +24,7 @@ from core.errors import (
     NothingFoundError,
     OutOfMemoryError,
     OverloadedError,
+    RunError,
     StencilError,
     TemplateNotFoundError,
 )
@@ -37,6 +38,7 @@ FAILURES = {
     "model_unavailable": "The server could not load this model's weights. Try another model, or this one again later.",
     "model_deaths": "Requests of this model have ended worker processes. Try another model, or this one again later.",
     "owner_deaths": "Your requests of this model have ended worker processes. Try another model, or again later.",
+    "workflow_failed": "A class of the workflow failed at this request; the server's log says why.",
     "engine_died": "The engine that worked on this request died at every attempt. Try again later.",
 }
 """Messages to clients for internal failures, by code, or by cause if a code has several. The exceptions' own messages
@@ -154,6 +156,7 @@ _TABLE: tuple[tuple[type[BaseException], int, str | None, str | None], ...] = (
     (DeadlineExceededError, 504, SERVER_ERROR, "deadline_exceeded"),
     (AbortedError, 499, INVALID_REQUEST, "request_cancelled"),
     (OutOfMemoryError, 500, SERVER_ERROR, "out_of_memory"),
+    (RunError, 422, INVALID_REQUEST, "workflow_failed"),
     (ModelUnavailableError, 503, SERVER_ERROR, "model_unavailable"),
     (EngineDeadError, 500, SERVER_ERROR, "engine_died"),
     (Exception, 500, SERVER_ERROR, "internal_error"),
@@ -179,7 +182,7 @@ def describe(error: BaseException) -> ErrorReply:
 
 def log_internal(error: BaseException) -> None:
     """Log `error` with its traceback if it is answered with 500, as the client only gets a general message."""
-    if describe(error).status == 500:
+    if describe(error).status == 500 or isinstance(error, RunError):
         _log.error("failed: %s", error, exc_info=error)
 
 

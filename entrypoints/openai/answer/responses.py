@@ -12,6 +12,7 @@ import msgspec
 
 from engine.client.edit_types import EditReport, ImageOutput
 from engine.client.resolve.mask_aware import ExactReason
+from entrypoints.openai.answer.shown_values import shown_values
 from entrypoints.openai.body.uploads import pieces_of
 from entrypoints.openai.edit_request import ImagesCall
 
@@ -38,16 +39,22 @@ Parts = list[bytes | memoryview]
 
 
 def images_response(call: ImagesCall, images: Sequence[ImageOutput]) -> Parts:
-    """The JSON body for a call's final images, which must be sorted by index."""
+    """The JSON body for a call's final images, which must be sorted by index. What users' classes made beside one image
+    is in `values`; beside several in `values` of each.
+    """
     head = {"created": int(time.time())} | _echo(call, images[0])
     if call.quality:
         head["quality"] = call.quality
     if call.background:
         head["background"] = call.background
     tail = {"usage": usage(call, [_report(image) for image in images]), "stencil": stencil(call, images)}
+    if len(images) == 1:
+        tail |= _values(images[0])
     parts: Parts = [_open_object(head) + b',"data":[']
     for index, image in enumerate(images):
-        parts += [b'{"b64_json":"' if index == 0 else b',{"b64_json":"', image.data, b'","seed":%d}' % image.seed]
+        about = {"seed": image.seed} | (_values(image) if len(images) > 1 else {})
+        parts += [b'{"b64_json":"' if index == 0 else b',{"b64_json":"', image.data]
+        parts.append(b'",' + msgspec.json.encode(about)[1:])
     parts.append(b"]," + msgspec.json.encode(tail)[1:])
     return parts
 
@@ -126,6 +133,12 @@ def stencil(call: ImagesCall, images: Sequence[ImageOutput]) -> dict[str, Any]:
     }
 
 
+def _values(image: ImageOutput) -> dict[str, Any]:
+    """What users' classes made beside a picture, if they made anything."""
+    values = _report(image).values
+    return {"values": shown_values(values)} if values else {}
+
+
 def _template_ids(reports: Sequence[EditReport]) -> dict[str, Any]:
     """The ids of the templates that the images became; null: none."""
     ids = [report.template_id for report in reports]
@@ -160,7 +173,7 @@ def image_event(call: ImagesCall, image: ImageOutput) -> Parts:
     if is_partial:
         fields["partial_image_index"] = image.partial_index
     else:
-        fields |= {"usage": usage(call, [_report(image)]), "stencil": stencil(call, [image])}
+        fields |= {"usage": usage(call, [_report(image)]), "stencil": stencil(call, [image])} | _values(image)
     if call.safety_identifier:
         fields["safety_identifier"] = call.safety_identifier
     head = f'event: {name}\ndata: {{"type":"{name}","b64_json":"'.encode()

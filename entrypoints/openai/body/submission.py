@@ -22,6 +22,7 @@ from entrypoints.openai.body.multipart import Part, read_multipart
 from entrypoints.openai.body.uploads import SpooledUpload, decode_base64, pieces_of
 from entrypoints.openai.fields.field import Field, Value, decode_json
 from entrypoints.openai.fields.fields import EDIT_FIELDS, GENERATION_FIELDS, TEMPLATE_FIELDS
+from entrypoints.openai.fields.own_fields import MODEL_FIELD, NOTHING_OWN, OwnFields, OwnFieldsByModel
 
 MAX_INPUT_IMAGES = 16  # per request; all but the first are references
 MAX_TEXT_BYTES = 1024 * 1024  # of all text fields of a form, or of a JSON body without its images
@@ -48,6 +49,8 @@ class Submission:
     references: dict[str, SpooledUpload] = field(default_factory=dict)  # image[1] .., reference_image[0] .., in order
     controls: dict[str, SpooledUpload] = field(default_factory=dict)  # control_image[0] .., in order
     ignored: list[str] = field(default_factory=list)  # unknown fields, in the order of arrival
+    own: OwnFields | None = None  # of the workflow of users' classes that it names, or that its model has
+    own_pictures: dict[str, SpooledUpload] = field(default_factory=dict)  # input of that workflow -> its file
 
     @property
     def model(self) -> str:
@@ -66,7 +69,8 @@ class Submission:
     @property
     def files(self) -> list[SpooledUpload]:
         """All uploads."""
-        return [*self.uploads.values(), *self.references.values(), *self.controls.values()]
+        pictures = (self.uploads, self.references, self.controls, self.own_pictures)
+        return [upload for each in pictures for upload in each.values()]
 
 
 async def read_edit(
@@ -76,29 +80,31 @@ async def read_edit(
     max_references: int = 0,
     max_controls: int = 0,
     fields: Mapping[str, Field] = EDIT_FIELDS,
+    own: OwnFieldsByModel = NOTHING_OWN,
 ) -> Submission:
     """Read the body of POST /v1/images/edits or /v1/images/masks: multipart, or JSON with data: URLs. max_upload_bytes:
     per file. max_references, max_controls: as many as any served model takes; further ones are empty. fields: that it
-    may have.
+    may have. own: what workflows of users' classes take, too.
 
     Raises InvalidRequestError and below, BodyTimeoutError, NoDiskError, and AbortedError if the client disconnects.
     """
     content_type = request.headers.get("content-type", "")
+    form = replace(_EDIT_FORM, fields=fields, max_references=max_references, max_controls=max_controls, own=own)
     match _media_type(content_type):
         case "multipart/form-data":
-            form = replace(_EDIT_FORM, fields=fields, max_references=max_references, max_controls=max_controls)
             return await _read_multipart(request, content_type, max_upload_bytes, form)
         case "application/json":
-            form = replace(_EDIT_FORM, fields=fields, max_references=max_references, max_controls=max_controls)
             return await _read_json_pictures(request, max_upload_bytes, form)
         case other:
             raise UnsupportedContentTypeError(other, f"{MULTIPART} or {JSON}")
 
 
-async def read_generation(request: Request, max_upload_bytes: int, max_controls: int) -> Submission:
+async def read_generation(
+    request: Request, max_upload_bytes: int, max_controls: int, own: OwnFieldsByModel = NOTHING_OWN
+) -> Submission:
     """Read the body of POST /v1/images/generations: multipart, or JSON with data: URLs. The rest as `read_edit`."""
     content_type = request.headers.get("content-type", "")
-    form = replace(_GENERATION_FORM, max_controls=max_controls)
+    form = replace(_GENERATION_FORM, max_controls=max_controls, own=own)
     match _media_type(content_type):
         case "multipart/form-data":
             return await _read_multipart(request, content_type, max_upload_bytes, form)
@@ -143,6 +149,11 @@ class _Form:
     max_images: int
     max_references: int = 0  # that are kept
     max_controls: int = 0  # that are kept
+    own: OwnFieldsByModel = NOTHING_OWN
+
+    def is_own_picture(self, base: str) -> bool:
+        """Whether a text of this name may be a picture of a workflow."""
+        return base in self.own.pictures and base not in self.fields
 
 
 _EDIT_FORM = _Form(EDIT_FIELDS, (*_UPLOAD_FIELDS, "reference_image", "control_image"), MAX_INPUT_IMAGES)
@@ -163,11 +174,17 @@ async def _read_multipart(request: Request, content_type: str, max_upload_bytes:
             is_kept = num_references < form.max_references if is_reference else is_first
             if base == "control_image":
                 is_kept = kept.count("control_image") < form.max_controls
-            return max_upload_bytes, base in form.files and is_kept
-        if base == "mask_image" and base in form.files:
+            return max_upload_bytes, (base in form.files and is_kept) or (base in form.own.pictures and is_first)
+        if is_picture(base):
             return _base64_bytes(max_upload_bytes), is_first
-        left = MAX_TEXT_BYTES - sum(other.received for other in earlier if _is_plain_text(other))
-        return left, base in form.fields and is_first
+        left = MAX_TEXT_BYTES - sum(
+            other.received for other in earlier if not other.is_file and not is_picture(_base_name(other.name))
+        )
+        return left, (base in form.fields or base in form.own.names) and is_first
+
+    def is_picture(base: str) -> bool:
+        """Whether a text of this name is the base64 text of a picture."""
+        return (base == "mask_image" and base in form.files) or form.is_own_picture(base)
 
     limit = (form.max_images + 2) * max_upload_bytes + _base64_bytes(max_upload_bytes)
     parts = await read_multipart(_body(request, limit), content_type, rule)
@@ -182,10 +199,6 @@ async def _read_multipart(request: Request, content_type: str, max_upload_bytes:
     return submission
 
 
-def _is_plain_text(part: Part) -> bool:
-    return not part.is_file and _base_name(part.name) != "mask_image"
-
-
 def _close_unless_used(part: Part, submission: Submission) -> None:
     if all(part.content is not upload for upload in submission.files):
         part.content.close()
@@ -193,19 +206,52 @@ def _close_unless_used(part: Part, submission: Submission) -> None:
 
 async def _take_parts(submission: Submission, parts: list[Part], max_upload_bytes: int, form: _Form) -> None:
     taken = dict.fromkeys(_PICTURE_LISTS, 0)
+    own = submission.own = form.own.of(await _model_of(parts))
+    fields = own.over(form.fields) if own else form.fields
     for part in parts:
         if part.is_empty_file_input:
             continue
         base = _base_name(part.name)
-        if base in taken and base in form.files:
+        if own and base in own.pictures:
+            await _take_own_picture(submission, part, base, max_upload_bytes)
+        elif own and own.is_alone:
+            await _take_own_text(submission, part, own, fields)
+        elif base in taken and base in form.files:
             _take_picture(submission, part, base, taken, form.max_images)
         elif base in form.files or base == "markup":
             await _take_file(submission, part, base, max_upload_bytes)
-        elif part.name in form.fields:
-            await _take_text(submission, part, form.fields)
+        elif part.name in fields:
+            await _take_text(submission, part, fields)
         else:
             _refuse_split(part.name)
+            if own:
+                own.check_supported(part.name)
             _ignore(submission, part.name)
+
+
+async def _model_of(parts: Sequence[Part]) -> str:
+    """The model that a form names."""
+    named = next((part for part in parts if part.name == MODEL_FIELD and not part.is_file), None)
+    return "" if named is None else await named.text()
+
+
+async def _take_own_picture(submission: Submission, part: Part, base: str, max_upload_bytes: int) -> None:
+    """A picture of a workflow: a file, or base64 text, since clients of OpenAI's API send no further files."""
+    if base in submission.own_pictures:
+        raise _duplicate(base)
+    if part.is_file:
+        submission.own_pictures[base] = part.content
+    else:
+        submission.own_pictures[base] = await decode_base64(part.content.chunks(), base, max_upload_bytes)
+
+
+async def _take_own_text(submission: Submission, part: Part, own: OwnFields, fields: Mapping[str, Field]) -> None:
+    """A part for a workflow that is none of its pictures. Files that it does not take are ignored."""
+    if part.name in fields and not (part.is_file and part.name not in own.fields):
+        await _take_text(submission, part, fields)
+    else:
+        own.check_supported(part.name)
+        _ignore(submission, part.name)
 
 
 def _refuse_split(name: str) -> None:
@@ -266,7 +312,7 @@ def _base_name(name: str) -> str:
 
 async def _read_json_pictures(request: Request, max_upload_bytes: int, form: _Form) -> Submission:
     num_kept = form.max_controls + (2 + form.max_references if "image" in form.files else 0)
-    limit = num_kept * _base64_bytes(max_upload_bytes) + MAX_TEXT_BYTES
+    limit = max(num_kept, form.own.most_pictures) * _base64_bytes(max_upload_bytes) + MAX_TEXT_BYTES
     submission = Submission()
 
     async def take(into: dict[str, SpooledUpload], pictures: Mapping[str, str], most: int) -> None:
@@ -283,9 +329,17 @@ async def _read_json_pictures(request: Request, max_upload_bytes: int, form: _Fo
     with ExitStack() as on_error, closing(await _read_json(request, limit)) as body:
         on_error.callback(submission.close)
         members = _members(body)
+        own = submission.own = form.own.of(_member(members.get(MODEL_FIELD), str, MODEL_FIELD, "a string") or "")
+        fields = own.over(form.fields) if own else form.fields
+        if own and own.is_alone:
+            given = _pop_own_pictures(members, own)
+            _take_json_scalars(submission, members, fields, body)
+            await take(submission.own_pictures, given, len(given))
+            on_error.pop_all()
+            return submission
         sources, references = _pop_images(members) if "image" in form.files else ({}, {})
         controls = _pop_controls(members)
-        _take_json_scalars(submission, members, form.fields, body)
+        _take_json_scalars(submission, members, fields, body)
         for name, (text, needs_data_url) in sources.items():
             submission.uploads[name] = await decode_base64(
                 _pieces(body, text), name, max_upload_bytes, needs_data_url=needs_data_url
@@ -356,6 +410,23 @@ def _pop_images(members: dict[str, msgspec.Raw]) -> tuple[dict[str, tuple[str, b
     return sources, references
 
 
+def _pop_own_pictures(members: dict[str, msgspec.Raw], own: OwnFields) -> dict[str, str]:
+    """Remove the pictures of a workflow from `members`: input -> data: URL or its marker. `images` of one picture is
+    `image`, as in edits."""
+    if "image" in own.pictures and "image" not in members and "images" in members:
+        images = _member(members.pop("images"), list[msgspec.Raw], "image", f"an array, each member {_JSON_IMAGE}")
+        if images and len(images) > 1:
+            raise _too_many_images(len(images), 1)
+        if images:
+            members["image"] = images[0]
+    given = dict[str, str]()
+    for name in own.pictures:
+        picture = _member(members.pop(name, None), _JsonImage, name, _JSON_IMAGE)  # type: ignore[arg-type]
+        if picture is not None:
+            given[name] = _image_url(picture, name)
+    return given
+
+
 def _pop_controls(members: dict[str, msgspec.Raw]) -> dict[str, str]:
     """Remove the control pictures from `members`: name of each -> data: URL or its marker."""
     expected = f"{_JSON_IMAGE}, or an array of them"
@@ -371,6 +442,8 @@ def _take_json_scalars(
 ) -> None:
     for name, raw in members.items():
         if name not in fields:
+            if submission.own:
+                submission.own.check_supported(name)
             _ignore(submission, name)
         elif (value := fields[name].from_json(raw)) is not None:
             texts = [each.name for each in value if isinstance(each, Lora)] if isinstance(value, tuple) else [value]

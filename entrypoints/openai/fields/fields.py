@@ -50,7 +50,7 @@ _COMMON = (
     ClassField(
         "class_label", "integer", "Of models with classes: which to make a picture of, by number or name.", low=0
     ),
-    Field("model", "string", "A model id of /v1/models; empty or omitted: the loaded model."),
+    Field("model", "string", "An id of /v1/models, also of a workflow; empty or omitted: the first model."),
     LoraField("lora", "string", "Adapters of the model, each with a scale, by default 1; empty or omitted: none."),
     Field("n", "integer", "Images to make.", 1, MAX_IMAGES),
     Field("size", "string", "Output size: auto or WIDTHxHEIGHT in pixels."),

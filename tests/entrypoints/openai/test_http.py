@@ -22,6 +22,7 @@ from core.errors import (
     ModelUnavailableError,
     OutOfMemoryError,
     OverloadedError,
+    RunError,
 )
 from core.ipc.logs import TextFormatter
 from entrypoints.openai.answer import edit_response
@@ -51,6 +52,7 @@ MULTIPART = {"content-type": "multipart/form-data; boundary=b"}
             "model_unavailable",
         ),
         (OutOfMemoryError("/secret/path"), 500, "server_error", "out_of_memory"),
+        (RunError("/secret/path"), 422, "invalid_request_error", "workflow_failed"),
         (RuntimeError("/secret/path"), 500, "server_error", "internal_error"),
     ],
 )

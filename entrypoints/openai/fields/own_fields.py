@@ -1,0 +1,120 @@
+"""OwnFields: what a workflow of users' classes takes of a request, as fields and files beside those of the endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from core.errors import InvalidRequestError
+from core.graph.form import Form
+from core.graph.op import Port
+from core.graph.port_checks import port_of
+from core.graph.workflow import Workflow
+from entrypoints.openai.fields.field import Field, Kind, Scalar, Value
+
+FIELD_KINDS: dict[str, Kind] = {"truth": "boolean", "integer": "integer", "number": "number", "text": "string"}
+"""Kind of a form -> that of its field."""
+
+MODEL_FIELD = "model"
+"""The field that names a workflow, which is never an input of it."""
+
+
+@dataclass(frozen=True)
+class OwnField(Field):
+    """A field of a declared form. max_bytes: of a text, in UTF-8."""
+
+    max_bytes: int | None = None
+
+    @classmethod
+    def of(cls, name: str, form: Form) -> OwnField:
+        """The field of an input that is no picture and no tensor."""
+        low, high = (-(2**63), 2**63 - 1) if form.kind == "integer" else (None, None)
+        most = form.size if form.kind == "text" else None
+        return cls(name, FIELD_KINDS[form.kind], f"An input of a workflow: {form}.", low, high, max_bytes=most)
+
+    def _checked(self, value: Scalar) -> Scalar:
+        value = super()._checked(value)
+        if isinstance(value, str) and self.max_bytes is not None:
+            nbytes = len(value.encode("utf-8", "replace"))
+            if nbytes > self.max_bytes:
+                message = f"Invalid '{self.name}': string too long; it has {nbytes} bytes, of at most {self.max_bytes}."
+                raise InvalidRequestError(message, param=self.name, code="string_above_max_length")
+        return value
+
+
+@dataclass(frozen=True)
+class OwnFields:
+    """Of one workflow. is_alone: all that it takes are fields and files of its own, whatever the endpoint's fields of
+    these names mean; otherwise it works for a model, and the endpoint's own fields keep their meaning.
+    """
+
+    workflow: str
+    ports: tuple[Port, ...]
+    is_alone: bool
+
+    @classmethod
+    def of(cls, workflow: Workflow) -> OwnFields:
+        """Of a registered workflow. The prompt of a model is the request's."""
+        is_alone = not workflow.is_for_pictures
+        ports = tuple(port for port in workflow.own_inputs if is_alone or port.name != "prompt")
+        return cls(workflow.name, ports, is_alone)
+
+    @cached_property
+    def fields(self) -> dict[str, Field]:
+        """Fields of numbers, texts and truth values, by name."""
+        plain = ((port.name, port.form) for port in self.ports if port.form is not None and port.form.is_plain)
+        return {name: OwnField.of(name, form) for name, form in plain if name != MODEL_FIELD}
+
+    def over(self, fields: Mapping[str, Field]) -> dict[str, Field]:
+        """The fields of a request. fields: the endpoint's."""
+        return {**fields, **self.fields} if self.is_alone else {**self.fields, **fields}
+
+    @cached_property
+    def pictures(self) -> tuple[str, ...]:
+        """Names of the files that it takes."""
+        return tuple(port.name for port in self.ports if port.type == "picture" and self.is_alone)
+
+    def check_supported(self, name: str) -> None:
+        """Raises InvalidRequestError for an input that requests cannot give: a tensor, and a picture beside that of a
+        model.
+        """
+        port = port_of(self.ports, name)
+        if port is not None and not (name in self.pictures or name in self.fields):
+            message = f"Unsupported parameter: '{name}' of workflow '{self.workflow}' is a {port.form}."
+            raise InvalidRequestError(message, param=name, code="unsupported_parameter")
+
+    def given_of(self, values: Mapping[str, Value]) -> dict[str, Any]:
+        """The inputs among the values of a request."""
+        return {port.name: values[port.name] for port in self.ports if port.name in values}
+
+
+@dataclass(frozen=True)
+class OwnFieldsByModel:
+    """Of all models and workflows that a request may name; "" names the first model."""
+
+    by_name: Mapping[str, OwnFields]
+
+    def of(self, model: str) -> OwnFields | None:
+        """What the named one takes; None: nothing of its own."""
+        return self.by_name.get(model)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """All fields that any of them takes."""
+        return frozenset(port.name for own in self.by_name.values() for port in own.ports)
+
+    @cached_property
+    def pictures(self) -> frozenset[str]:
+        """All files that any of them takes."""
+        return frozenset(name for own in self.by_name.values() for name in own.pictures)
+
+    @cached_property
+    def most_pictures(self) -> int:
+        """Most files that any of them takes."""
+        return max((len(own.pictures) for own in self.by_name.values()), default=0)
+
+
+NOTHING_OWN = OwnFieldsByModel({})
+"""Where there are no workflows of users."""

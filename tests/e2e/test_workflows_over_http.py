@@ -1,0 +1,330 @@
+"""Workflows of users' classes by OpenAI's client, from a real server."""
+
+from __future__ import annotations
+
+import base64
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from pictures import decode, encode, photo
+from server_process import ServerProcess, fork
+
+API_KEY = "sk-local"
+SAFETY = Path(__file__).resolve().parents[2] / "examples" / "workflows" / "safety.py"
+OWN = """
+from entrypoints.workflows import Image, Model, Workflow, picture, steps, tensor, text
+
+
+class Inspect(Model):
+    def setup_io(self):
+        self.add_input("image", Image)
+        self.add_input("count", int)
+        self.add_input("strength", float, required=False)
+        self.add_input("flip", bool, required=False)
+        self.add_input("words", text(16), required=False)
+        self.add_input("style", picture(32, 48), required=False)
+        for name, kind in (("count", int), ("strength", float), ("flip", bool), ("words", text(32))):
+            self.add_output(name, kind)
+        self.add_output("picture", Image)
+        self.add_output("style", picture(32, 48))
+        self.add_output("means", tensor("float32", 3))
+
+    def load(self, device, dtype):
+        pass
+
+    def execute(self, image, count, strength=0.5, flip=False, words="none", style=None):
+        if words == "fail":
+            raise ValueError("/secret/path")
+        return {
+            "count": count + 1,
+            "strength": strength * 2,
+            "flip": not flip,
+            "words": words + "!",
+            "picture": image.flip(1) if flip else image,
+            "style": image[:1, :1] if style is None else style,
+            "means": image.float().mean((0, 1)),
+        }
+
+
+with Workflow(name="inspect") as inspect:
+    values = {
+        "image": inspect.add_input("image", Image),
+        "count": inspect.add_input("count", int),
+        "strength": inspect.add_input("strength", float, required=False),
+        "flip": inspect.add_input("flip", bool, required=False),
+        "words": inspect.add_input("words", text(16), required=False),
+        "style": inspect.add_input("style", picture(32, 48), required=False),
+    }
+    made = Inspect()(**values)
+    for name in ("style", "picture", "count", "strength", "flip", "words", "means"):
+        inspect.add_output(getattr(made, name), name=name)
+
+
+class Count(Model):
+    def setup_io(self):
+        self.add_input("prompt", str)
+        self.add_output("length", int)
+
+    def load(self, device, dtype):
+        pass
+
+    def execute(self, prompt):
+        return {"length": len(prompt)}
+
+
+class Sum(Model):
+    def setup_io(self):
+        self.add_input("numbers", tensor("int64", 4))
+        self.add_output("sum", int)
+
+    def load(self, device, dtype):
+        pass
+
+    def execute(self, numbers):
+        return {"sum": int(numbers.sum())}
+
+
+with Workflow(name="length") as length:
+    length.add_output(Count()(length.add_input("prompt", str)), name="length")
+
+with Workflow(name="sum") as total:
+    total.add_output(Sum()(total.add_input("numbers", tensor("int64", 4))), name="sum")
+"""
+
+
+@pytest.fixture(scope="module")
+def server(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("workflows")
+    (folder / "own.py").write_text(OWN)
+    flags = ("--api-key", API_KEY, "--max-upload-bytes", "100000", "--workflow", str(folder / "own.py"))
+    server = fork(folder / "scratch", *server_flags, *flags, "--workflow", str(SAFETY))
+    yield server
+    assert server.stop() == 0, server.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=server.base_url, api_key=API_KEY, max_retries=0, _strict_response_validation=True
+    ) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def raw(server: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.base_url, headers={"authorization": f"Bearer {API_KEY}"}, timeout=60) as client:
+        yield client
+
+
+PHOTO, STYLE = encode(photo()), encode(photo(48, 32))
+
+
+def data_url(file: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(file).decode()
+
+
+def pixels_of(item: Any) -> Any:
+    text = item["b64_json"] if isinstance(item, dict) else item.b64_json
+    return decode(base64.b64decode(text, validate=True))
+
+
+def inspected(result: Any) -> dict[str, Any]:
+    """Its values without the tensor, which is checked."""
+    values = dict(result["values"])
+    means = values.pop("means")
+    assert (means["dtype"], means["shape"]) == ("float32", [3])
+    np.testing.assert_allclose(
+        np.frombuffer(base64.b64decode(means["base64"]), "float32"), photo().mean((0, 1)), rtol=1e-5
+    )
+    return values
+
+
+def test_a_users_model_answers_openais_client_with_its_picture_and_values(client: openai.OpenAI) -> None:
+    result = client.images.edit(model="safety", image=PHOTO, prompt="", extra_body={"seed": 3, "who_knows": 1})
+    assert (result.size, result.output_format) == ("96x80", "png")
+    assert result.data is not None
+    (item,) = result.data
+    np.testing.assert_array_equal(pixels_of(item), photo())
+    assert result.values == {"is_safe": True}
+    assert sorted(result.stencil["ignored"]) == ["prompt", "seed", "who_knows"]
+    reddened = photo() // np.array([1, 9, 9], np.uint8) | np.array([192, 0, 0], np.uint8)
+    red = client.images.edit(model="safety", image=encode(reddened), prompt="-")
+    assert not pixels_of(red.data[0]).any()
+    assert red.values == {"is_safe": False}
+
+
+def test_each_kind_of_input_comes_as_a_field_or_a_file_of_a_form_or_of_json(
+    client: openai.OpenAI, raw: httpx.Client
+) -> None:
+    """`strength` is the workflow's, whose range is not that of edits."""
+    given = {"count": 2**62, "strength": 7.5, "flip": True, "words": "schön"}
+    wanted = {"count": 2**62 + 1, "strength": 15.0, "flip": False, "words": "schön!"}
+    style = base64.b64encode(STYLE).decode()
+    by_sdk = client.images.edit(
+        model="inspect", image=[PHOTO], prompt="x", extra_body=given | {"style": style}
+    ).to_dict()
+    fields = {"model": "inspect"} | {name: str(value).lower() for name, value in given.items()}
+    by_form = raw.post("/images/edits", data=fields, files={"style": STYLE, "image": PHOTO}).json()
+    generated = raw.post("/images/generations", data=fields, files={"image": PHOTO, "style": STYLE}).json()
+    members = {"model": "inspect", "images": [{"image_url": data_url(PHOTO)}], "style": data_url(STYLE)} | given
+    by_json = [raw.post(path, json=members).json() for path in ("/images/edits", "/images/generations")]
+    for result in (by_sdk, by_form, generated, *by_json):
+        assert inspected(result) == wanted
+        assert [item["name"] for item in result["data"]] == ["picture", "style"]
+        np.testing.assert_array_equal(pixels_of(result["data"][0]), photo()[:, ::-1])
+        np.testing.assert_array_equal(pixels_of(result["data"][1]), photo(48, 32))
+
+
+def test_inputs_may_be_left_out_and_pictures_come_in_the_format_that_is_asked_for(client: openai.OpenAI) -> None:
+    result = client.images.edit(
+        model="inspect",
+        image=PHOTO,
+        prompt="",
+        output_format="webp",
+        response_format="b64_json",
+        user="someone",
+        extra_body={"count": -1, "words": None},
+    )
+    assert inspected(result.to_dict()) == {"count": 0, "strength": 1.0, "flip": True, "words": "none!"}
+    assert base64.b64decode(result.data[0].b64_json)[8:12] == b"WEBP"
+    np.testing.assert_array_equal(pixels_of(result.data[0]), photo())
+    assert (result.output_format, result.safety_identifier) == ("webp", "someone")
+
+
+def test_a_workflow_without_a_picture_answers_with_values_alone(client: openai.OpenAI) -> None:
+    result = client.images.generate(model="length", prompt="a red coat")
+    assert (result.data, result.values) == ([], {"length": 10})
+    assert client.images.edit(model="length", image=[], prompt="").values == {"length": 0}
+
+
+def test_the_list_of_models_says_what_workflows_take_and_make(client: openai.OpenAI) -> None:
+    models = client.models.list().data
+    assert [model.id for model in models] == ["tiny/fill", "inspect", "length", "sum", "safety"]
+    inspect = client.models.retrieve("inspect").to_dict()
+    assert inspect == models[1].to_dict()
+    assert inspect["modality"] == "workflow"
+    assert inspect["inputs"] == [
+        {"name": "image", "type": "picture", "max_width": 2048, "max_height": 2048, "required": True},
+        {"name": "count", "type": "integer", "required": True},
+        {"name": "strength", "type": "number", "required": False},
+        {"name": "flip", "type": "boolean", "required": False},
+        {"name": "words", "type": "string", "max_bytes": 16, "required": False},
+        {"name": "style", "type": "picture", "max_width": 48, "max_height": 32, "required": False},
+    ]
+    assert inspect["outputs"][0] == {"name": "style", "type": "picture", "max_width": 48, "max_height": 32}
+    assert inspect["outputs"][-1] == {"name": "means", "type": "tensor", "dtype": "float32", "max_shape": [3]}
+    assert "inputs" not in models[0].to_dict()
+
+
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"count": None}, "count", "missing_required_parameter"),
+    ({"count": "2.5"}, "count", "invalid_type"),
+    ({"count": 2**63}, "count", "integer_above_max_value"),
+    ({"strength": "much"}, "strength", "invalid_type"),
+    ({"strength": "nan"}, "strength", "invalid_value"),
+    ({"flip": "perhaps"}, "flip", "invalid_type"),
+    ({"words": "ü" * 9}, "words", "string_above_max_length"),
+    ({"style": "no base64!"}, "style", "invalid_value"),
+    ({"style": base64.b64encode(b"no picture").decode()}, "style", "invalid_image_file"),
+    ({"style": base64.b64encode(PHOTO).decode()}, "style", "image_too_large"),
+    ({"image": PHOTO[:200]}, "image", "invalid_image_file"),
+    ({"image": []}, "image", "missing_required_parameter"),
+    ({"stream": True}, "stream", "unsupported_value"),
+    ({"response_format": "url"}, "response_format", "unsupported_value"),
+    ({"output_format": "gif"}, "output_format", "invalid_value"),
+    ({"priority": 2**31}, "priority", "integer_above_max_value"),
+]
+
+
+@pytest.mark.parametrize(("changes", "param", "code"), WRONG)
+def test_what_is_not_as_declared_is_refused_by_name(
+    client: openai.OpenAI, changes: dict[str, Any], param: str, code: str
+) -> None:
+    given: dict[str, Any] = {"count": 1} | changes
+    image = given.pop("image", PHOTO)
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.images.edit(model="inspect", image=image, prompt="", extra_body=given)
+    assert (refused.value.param, refused.value.code) == (param, code)
+
+
+def test_other_refusals(client: openai.OpenAI, raw: httpx.Client) -> None:
+    fields = {"model": "inspect", "count": "1"}
+    for files, param in (
+        ([("image", PHOTO), ("image", PHOTO)], "image"),
+        ([("image", PHOTO), ("count", PHOTO)], "count"),
+    ):
+        answer = raw.post("/images/edits", data=fields, files=[(name, ("a.png", file)) for name, file in files])
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    too_large = raw.post("/images/edits", data=fields, files={"image": bytes(100_001)})
+    assert (too_large.status_code, too_large.json()["error"]["param"]) == (413, "image")
+    for members, param in (
+        ({"image": "https://example.com/a.png"}, "image"),
+        ({"images": [data_url(PHOTO)] * 2}, "image"),
+        ({"image": 3}, "image"),
+        ({"image": data_url(PHOTO), "words": ["a"]}, "words"),
+        ({"image": data_url(PHOTO), "model": 7}, "model"),
+    ):
+        answer = raw.post("/images/edits", json={"model": "inspect", "count": 1} | members)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    for numbers in ({}, {"numbers": [1, 2]}):
+        answer = raw.post("/images/generations", json={"model": "sum"} | numbers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_parameter")
+    with pytest.raises(openai.NotFoundError):
+        client.images.generate(model="inspects", prompt="")
+
+
+def test_a_class_that_fails_fails_its_request_alone_and_tells_nothing(
+    client: openai.OpenAI, server: ServerProcess
+) -> None:
+    with pytest.raises(openai.UnprocessableEntityError) as failed:
+        client.images.edit(model="inspect", image=PHOTO, prompt="", extra_body={"count": 1, "words": "fail"})
+    assert failed.value.code == "workflow_failed"
+    assert "/secret/path" not in str(failed.value.body)
+    assert "/secret/path" in server.log.read_text()
+    assert client.images.generate(model="length", prompt="four").values == {"length": 4}
+
+
+def test_nothing_that_is_sent_is_an_error_of_the_server(raw: httpx.Client) -> None:
+    """Random fields and files of random kinds: each is answered or refused."""
+    rng, values = random.Random(5), ("", "1", "-0.5", "true", "null", "[]", "\x00", "a" * 5000, "1e999", "ü")
+    names = [
+        "image",
+        "image[]",
+        "count",
+        "strength",
+        "flip",
+        "words",
+        "style",
+        "prompt",
+        "n",
+        "mask",
+        "timeout",
+        "m[a]",
+    ]
+    files = (b"", b"x", PHOTO, STYLE, PHOTO[:300])
+    seen = set()
+    for _ in range(120):
+        parts: list[tuple[str, Any]] = [("model", (None, rng.choice(["inspect", "length", "sum", "safety"])))]
+        parts += [
+            (name, rng.choice([(None, rng.choice(values)), ("a.png", rng.choice(files))]))
+            for name in rng.sample(names, rng.randrange(len(names)))
+        ]
+        members = {
+            name: rng.choice([*values, 3, -0.5, True, None, [], {}, 2**70, data_url(PHOTO)]) for name, _ in parts
+        }
+        for body in ({"files": parts}, {"json": members | {"model": parts[0][1][1]}}):
+            answer = raw.post(rng.choice(["/images/edits", "/images/generations"]), **body)
+            assert answer.status_code in (200, 400, 422, 504), (body, answer.text)
+            seen.add(answer.status_code)
+    assert {200, 400} <= seen
+    deadline = time.monotonic() + 5
+    while any(raw.get("/engine/stats").json()["queue"][name] for name in ("running", "waiting", "admitted")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
