@@ -41,7 +41,9 @@ async def test_a_run_that_is_cancelled_while_its_input_is_copied_writes_no_more(
     """Its memory is freed at once, and is another request's then."""
     sessions, arena = RunningSessions(), ClientArena(1 << 30)
     config = SimpleNamespace(image=SimpleNamespace(max_upload_bytes=1))
-    services: Any = SimpleNamespace(arena=arena, admission=None, config=config, sessions=sessions, router=None)
+    images, forgotten = SimpleNamespace(forget=lambda job: forgotten.append(job)), list[str]()
+    facts = SimpleNamespace(arena=arena, admission=None, config=config, sessions=sessions, router=None, images=images)
+    services: Any = facts
     asked = RunInput(workflow="large", inputs={"a": np.full(LARGE.shape, 7, np.float32)})
     session = RunSession(services, "r", asked, WORKFLOW)
 
@@ -56,7 +58,7 @@ async def test_a_run_that_is_cancelled_while_its_input_is_copied_writes_no_more(
             await asyncio.sleep(0)
         running.cancel()
         await sessions.wait_idle(10)
-    assert arena.used_bytes == 0
+    assert (arena.used_bytes, forgotten) == (0, ["r"])
     other = arena.view(SessionMemory(services).alloc(LARGE.nbytes))
     other[:] = 1
     await asyncio.sleep(0.2)
