@@ -41,7 +41,8 @@ async def test_a_run_that_is_cancelled_while_its_input_is_copied_writes_no_more(
     """Its memory is freed at once, and is another request's then."""
     sessions, arena = RunningSessions(), ClientArena(1 << 30)
     config = SimpleNamespace(image=SimpleNamespace(max_upload_bytes=1))
-    images, forgotten = SimpleNamespace(forget=lambda job: forgotten.append(job)), list[str]()
+    forgotten = list[str]()
+    images = SimpleNamespace(forget=forgotten.append)
     facts = SimpleNamespace(arena=arena, admission=None, config=config, sessions=sessions, router=None, images=images)
     services: Any = facts
     asked = RunInput(workflow="large", inputs={"a": np.full(LARGE.shape, 7, np.float32)})
