@@ -310,7 +310,9 @@ class Groups:
         place = others.index(contenders[index])
         number = given[place] if place < len(given) else 1
         busy = {rank for each in self._small for ranks in each.sent_to.values() for rank in ranks}
-        held = sorted(contenders[index].held, key=lambda rank: rank not in busy)
+        # A large request that runs on a lane would else have to leave it for requests that are not there.
+        taken = {rank for each in contenders if each.is_running for rank in each.held} - busy
+        held = sorted((rank for rank in contenders[index].held if rank not in taken), key=lambda rank: rank not in busy)
         lanes = list[Contender]()
         for lane in range(max(number, sum(rank in busy for rank in held))):
             ranks: RankIds = (held[lane],) if lane < len(held) else ()
