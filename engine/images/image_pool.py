@@ -143,7 +143,7 @@ class ImagePool:
         return answer
 
     async def read(self, job: ReadPicture, caller: Caller = ANYBODY) -> ReadPixels:
-        """As `prepare`."""
+        """The pixels of a picture. Raises as `prepare`."""
         answer = await self._submit(job, upload_work(job), caller)
         assert isinstance(answer, ReadPixels)
         return answer

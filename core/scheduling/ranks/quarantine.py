@@ -48,7 +48,7 @@ class Suspects:
 
     # Ids. For a job of the cache: its own, and those of the requests that wait for it, which may have work elsewhere.
     requests: frozenset[str] = frozenset()
-    # See EngineRequest; "": nobody knows whose. For a job: those of these requests.
+    # Whose these requests are, see EngineRequest; "": nobody knows.
     owners: frozenset[str] = frozenset()
 
 

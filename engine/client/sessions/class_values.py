@@ -18,7 +18,7 @@ from engine.client.sessions.session_memory import SessionMemory
 
 
 class ClassValues:
-    """Of one workflow. memory: of the session, which frees it."""
+    """The values of one call. memory: that of its session, which frees it."""
 
     def __init__(self, workflow: Workflow, memory: SessionMemory) -> None:
         self._workflow = workflow

@@ -21,7 +21,7 @@ from engine.images.image_jobs import Caller, Room
 
 
 class RunPictures:
-    """Of one run. memory: of its session, which frees it. caller: of the image jobs."""
+    """The pictures of one run. memory: that of its session, which frees it. caller: who sends the image jobs."""
 
     def __init__(
         self, services: Services, workflow: Workflow, files: RunFiles, memory: SessionMemory, caller: Caller

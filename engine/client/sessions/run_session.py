@@ -62,7 +62,7 @@ class RunSession(Session):
         return await asyncio.to_thread(self._read, self._places, finished.shapes)
 
     async def run_files(self, files: RunFiles) -> RunResults:
-        """As `run`, with pictures as files, which are valid until `close`."""
+        """The results, as `run` makes them, with pictures as files. These are valid until `close`."""
         caller = Caller(self._id, self.owner, self.priority, self.arrival)
         pictures = RunPictures(self._services, self._workflow, files, self._memory, caller)
         async with self._within_time():
@@ -121,7 +121,7 @@ class RunSession(Session):
         )
 
     def _rounds(self) -> tuple[int, ...]:
-        """Of each region: what the workflow says of it, or else the caller."""
+        """The number of rounds of each region: the workflow says it, or else the caller does."""
         asked, regions = iter(self._asked.rounds), self._workflow.regions
         rounds = tuple(self._rounds_said(region.rounds) if region.rounds else next(asked, 0) for region in regions)
         return (*rounds, *asked)  # any beyond are refused with the request

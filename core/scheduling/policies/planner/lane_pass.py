@@ -174,7 +174,7 @@ class LanePass(StepPass):
 
     def _rank_beside(self, request: Request, node: Node) -> int:
         """The rank that computes ControlNets for a request's next step. If that pays, it is an open one beside the
-        request's own, on which nobody makes steps. What it reads must find room on its way there: its own rank has it.
+        request's own, on which nobody makes steps, if the arena has room for what the ControlNets read there.
         """
         ranks, device = self.view.ranks_with(request.keys_of(node)), self.view.page_rank(request)
         group = self.groups.get(request.id) or (self._last_home(request),)
