@@ -178,8 +178,8 @@ class AsyncEngine:
 
     @asynccontextmanager
     async def run_files(self, request_id: str, asked: RunInput, files: RunFiles) -> AsyncIterator[RunResults]:
-        """Runs a workflow as `run` does, when it is entered, but takes and returns pictures as files. Its results are in
-        shared memory until the context is left. Raises InvalidImageError, too.
+        """A run, made on entering as by `run`, that takes and returns pictures as files. Its results are in shared
+        memory until the context is left. Raises InvalidImageError, too.
         """
         with self._running(request_id, asked) as session:
             yield await session.run_files(files)

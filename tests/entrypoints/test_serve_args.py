@@ -5,30 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from workflow_texts import SOUND
 
 from core.config import AdapterConfig, CacheConfig, StencilConfig
 from core.errors import ConfigError, WorkflowError
 from entrypoints.model_paths import check_model
 from entrypoints.serve import with_workflows
 from entrypoints.serve_args import parse_options
-
-WORKFLOW = """
-from entrypoints.workflows import Model, Workflow
-
-class Twice(Model):
-    def setup_io(self):
-        self.add_input("x", int)
-        self.add_output("y", int)
-
-    def load(self, device, dtype):
-        pass
-
-    def execute(self, x):
-        return {{"y": 2 * x}}
-
-with Workflow(name="{name}") as workflow:
-    workflow.add_output(Twice()(workflow.add_input("x", int)), name="y")
-"""
 
 
 def test_defaults_are_the_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +225,7 @@ def test_an_adapter_has_a_name_of_its_own(tmp_path: Path, capsys: pytest.Capture
 def test_workflow_flags_register_what_their_files_have(tmp_path: Path) -> None:
     flags = []
     for name in ("one", "two"):
-        (tmp_path / f"{name}.py").write_text(WORKFLOW.format(name=name))
+        (tmp_path / f"{name}.py").write_text(SOUND.replace("NAME", name))
         flags += ["--workflow", str(tmp_path / f"{name}.py")]
     engine = with_workflows(parse_options(flags)).config.engine
     assert [workflow.name for workflow in engine.workflows] == ["one", "two"]
@@ -250,7 +233,7 @@ def test_workflow_flags_register_what_their_files_have(tmp_path: Path) -> None:
     with pytest.raises(WorkflowError, match=r"none\.py: cannot be read"):
         with_workflows(parse_options(["--workflow", str(tmp_path / "none.py")]))
     (tmp_path / "one.py").write_text(
-        WORKFLOW.replace('workflow.add_input("x"', 'workflow.add_input("model"').format(name="one")
+        SOUND.replace('workflow.add_input("x"', 'workflow.add_input("model"').replace("NAME", "one")
     )
     with pytest.raises(WorkflowError, match="workflow one, input 'model': requests name the workflow by this field"):
         with_workflows(parse_options(flags[:2]))
