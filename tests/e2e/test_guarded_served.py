@@ -128,7 +128,7 @@ async def test_a_picture_that_passes_is_that_of_the_plain_edit(engine: AsyncEngi
         assert report.values["is_bad"] is False
 
 
-async def test_edits_through_a_class_share_steps_with_plain_ones(engine: AsyncEngine) -> None:
+async def test_edits_through_a_class_have_the_same_bits_in_company(engine: AsyncEngine) -> None:
     before = mixed_steps(engine)
     edits = {name: asked(7, prompt, steps=60) for name, prompt in zip(ALIKE, ("a hat", BAD, "a hat"), strict=True)}
     files = await asyncio.gather(*(edited(engine, name, edit) for name, edit in edits.items()))
@@ -136,13 +136,13 @@ async def test_edits_through_a_class_share_steps_with_plain_ones(engine: AsyncEn
     assert mixed_steps(engine) > before or len(processes("worker")) > 1, "of several ranks, each may have its own"
     assert not inside(black).any()
     assert (report.values["is_bad"], other.values["is_bad"]) == (True, False)
-    assert np.abs(pixels_of(plain).astype(int) - pixels_of(judged)).max() <= 1, "rounding, which depends on the batch"
+    alone, _ = await edited(engine, "plain", edits["plain"])
+    assert plain == judged == alone
 
 
 def mixed_steps(engine: AsyncEngine) -> int:
     (stats,) = engine.stats
-    assert stats is not None
-    return int(stats.mixed_steps)
+    return 0 if stats is None else int(stats.mixed_steps)  # None: before the engine's first report
 
 
 async def test_crops_sizes_and_formats_are_made_of_what_the_class_has_returned(engine: AsyncEngine) -> None:
