@@ -20,6 +20,7 @@ from entrypoints.workflows.choice import Choice
 from entrypoints.workflows.connected import Connected
 from entrypoints.workflows.loop import Loop
 from entrypoints.workflows.lowered import Lowered
+from entrypoints.workflows.passes import Passes
 from entrypoints.workflows.registered import Registered
 from entrypoints.workflows.request_fields import NUM_STEPS, RequestFields
 from entrypoints.workflows.value import Value
@@ -51,6 +52,7 @@ class _Compiler:
         self._previews: dict[str, Node] = {}  # node that makes a picture -> what shows it on the way
         self._carried = {key: value for loop in workflow.loops for key, value in loop.carried.items()}
         self._region_of = {call.node: call.region for call in workflow.trace if isinstance(call, Call)}
+        self._passes = Passes(self._region_of)
         self._results: list[tuple[str, str]] = []  # (node, output) that are results
         self._begun: dict[tuple[object, ...], Node] = {}  # (first value, carried value) -> the node that begins with it
         self._passed: dict[Branch, dict[tuple[str, str], Value]] = {}  # what its gate passes on
@@ -72,15 +74,16 @@ class _Compiler:
         results = {name: self._result(value) for name, value in workflow.outputs.items()}
         preview = self._previews.get(results["picture"][0]) if "picture" in results else None
         if preview is not None and self._region_of.get(preview.shows):
-            self._nodes.append(preview)
+            self._nodes.append(self._of_first_part(preview))
         has_ports = {node.name for node in self._nodes if node.makes}
         graph = Graph(
             workflow.name,
-            tuple(self._nodes),
+            tuple(self._passes.joined(self._nodes)),
             {name: node for name, (node, _) in results.items()},
             output_ports={name: port for name, (node, port) in results.items() if node in has_ports},
             regions=regions,
             inputs=tuple(self._inputs(regions)),
+            canvases={node.canvas: node.canvas for node in self._nodes if node.canvas},
             is_mask_aware=len({node.region for node in self._nodes if node.region and not node.makes}) == 1,
             loras=self._loras or {},
         )
@@ -101,7 +104,15 @@ class _Compiler:
             problem = f"steps({loop.rounds}): requests say how many; give an int that is an input of the workflow"
             raise self._error(steps.name, "", problem)
         self._note_field(steps.name, loop.rounds, NUM_STEPS)
-        return Region(loop.name)
+        region = self._passes.region(loop.name, steps)
+        if region is None:
+            problem = "a loop begins with what a LatentsGenerator makes; to go on with others, give it them as latents"
+            raise self._error(steps.name, "latents", problem)
+        return region
+
+    def _of_first_part(self, preview: Node) -> Node:
+        shown = self._passes.shown(preview.shows)
+        return replace(preview, inputs=tuple(replace(edge, source=shown) for edge in preview.inputs), shows=shown)
 
     def _inputs(self, regions: Iterable[Region]) -> Iterator[Port]:
         counted = {region.rounds for region in regions if isinstance(region.rounds, str)}
@@ -113,11 +124,13 @@ class _Compiler:
 
     def _note_fields(self, call: Call, connected: Connected, lowered: Lowered) -> None:
         for name, source in connected.given.items():
-            if source in lowered.fields:
-                value, _ = self._workflow.inputs[source]
+            if (field := lowered.fields.get(name)) is not None:
+                value, required = self._workflow.inputs[source]
+                if not required and field.type == "number":
+                    raise self._error(call.node, name, f"each request gives its {field.name}; leave required=False out")
                 if problem := call.model.inputs[name].form.why_not_from(value.form):
                     raise self._error(call.node, name, problem)
-                self._note_field(call.node, source, lowered.fields[source])
+                self._note_field(call.node, source, field)
 
     def _note_loras(self, call: Call, lowered: Lowered) -> None:
         if lowered.loras is not None and self._loras not in (None, lowered.loras):
@@ -148,11 +161,14 @@ class _Compiler:
                 edges=(*connected.edges, *begun),
                 region=call.region,
                 patches=call.patches,
+                canvases={node.name: node.canvas for node in self._nodes},
             )
         )
         self._nodes.append(lowered.node)
         self._note_fields(call, connected, lowered)
         self._note_loras(call, lowered)
+        if lowered.begin is not None:
+            self._passes.add(lowered.node.name, lowered.begin)
         if lowered.preview is not None:
             self._previews[lowered.node.name] = lowered.preview
         self._classes |= {each.name: each for each in lowered.classes}

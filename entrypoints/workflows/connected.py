@@ -17,4 +17,5 @@ class Connected:
     given: Mapping[str, str] = field(default_factory=dict)  # input -> the workflow's
     literals: Mapping[str, Literal] = field(default_factory=dict)
     region: str = ""
+    canvases: Mapping[str, str] = field(default_factory=dict)  # node before it -> the canvas that it works at
     patches: tuple[object, ...] = ()  # models that were attached when it was invoked

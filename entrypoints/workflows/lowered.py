@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from core.graph.op import Port
 from core.graph.workflow import Node
 from core.run_class import RunClass
+from entrypoints.workflows.begin import Begin
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class Lowered:
 
     node: Node
     classes: tuple[RunClass, ...] = ()
-    # Input of the workflow -> the field of requests for pictures that it is.
+    # Input that the workflow's own is given to -> the field of requests for pictures that this is.
     fields: Mapping[str, Port] = field(default_factory=dict)
     loras: Mapping[str, float] | None = None  # of a step: adapter of the served model -> scale
+    begin: Begin | None = None  # how the loop begins whose first values it makes
     preview: Node | None = None  # shows the node's picture on the way, where requests get it as this node makes it

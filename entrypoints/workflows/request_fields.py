@@ -15,6 +15,8 @@ PARAMETER = "parameter"
 """Type of a field that every request has, so that graphs have no input for it."""
 
 SEED, NUM_STEPS = Port("seed", PARAMETER), Port("num_inference_steps", PARAMETER)
+STRENGTH, HIRES_STRENGTH = Port("strength", PARAMETER), Port("hires_strength", PARAMETER)
+HIRES_SCALE, REFINER_START = Port("hires_scale", "number"), Port("refiner_start", "number")
 
 
 class RequestFields:

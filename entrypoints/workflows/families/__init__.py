@@ -1,7 +1,7 @@
 """Models of the families that the engine knows: their nodes are of the engine's own ops.
 
 A workflow of these serves the requests of a model that names it (`ModelConfig.workflow`), with this model's checkpoint,
-whatever its family. `Flux`, `FluxTextEncoder` and `FluxVAE` are the names in LegoDiffusion's figure 7.
+whatever its family; with `role`, with that of a model which plays it (`ModelConfig.refiner`, `ModelConfig.roles`). `Flux`, `FluxTextEncoder` and `FluxVAE` are the names in LegoDiffusion's figure 7.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from entrypoints.workflows.families.latents_generator import LatentsGenerator
 from entrypoints.workflows.families.lora import LoRA
 from entrypoints.workflows.families.noise_prediction import denoise
 from entrypoints.workflows.families.text_encoder import TextEncoder
+from entrypoints.workflows.families.upscaler import Upscaler
 from entrypoints.workflows.families.vae import VAE
 
 Flux, FluxTextEncoder, FluxVAE = Denoiser, TextEncoder, VAE
@@ -26,5 +27,6 @@ __all__ = [
     "LatentsGenerator",
     "LoRA",
     "TextEncoder",
+    "Upscaler",
     "denoise",
 ]

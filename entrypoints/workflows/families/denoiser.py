@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from core.graph.workflow import Edge
 from entrypoints.workflows.connected import Connected
-from entrypoints.workflows.families.family_model import OF_ENGINE, FamilyModel, failure
+from entrypoints.workflows.families.family_model import OF_ENGINE, FamilyModel, canvas_of, failure
 from entrypoints.workflows.families.lora import LoRA
 from entrypoints.workflows.families.noise_prediction import NoisePrediction
 from entrypoints.workflows.families.step_edges import step_edges
@@ -37,10 +37,18 @@ class Denoiser(FamilyModel):
 
     def lower(self, connected: Connected) -> Lowered:
         """With the adapters that are attached. Raises WorkflowError."""
+        if self.role:
+            if connected.patches:
+                raise failure(connected, "", f"adapters are of the served model, and another plays {self.role}")
+            return super().lower(connected)
         loras = {each.lora.name: each.lora.scale for each in connected.patches if isinstance(each, LoRA)}
         if len(loras) < len(connected.patches):
             raise failure(connected, "", "each of its patches is another LoRA")
         return replace(super().lower(replace(connected, patches=())), loras=loras)
+
+    def canvas(self, connected: Connected) -> str:
+        """That of the latents."""
+        return canvas_of(connected, "latents")
 
     def edges(self, connected: Connected) -> Iterator[Edge]:
         return step_edges(connected)

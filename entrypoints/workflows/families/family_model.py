@@ -17,16 +17,26 @@ OF_ENGINE = tensor("float32", 1)
 """Stands for values that only nodes of the engine's ops make and read, such as latents. These ops know type and size
 themselves, and the check of a graph refuses all other readers."""
 
+LARGER = "Upscaler()(latents) enlarges latents"
+
 
 class FamilyModel(Model):
-    """A model that the engine loads and runs itself. Its checkpoint is that of the served model."""
+    """A model that the engine loads and runs itself. Its checkpoint is that of the served model, or of another one that
+    plays a role for it, as the catalog says: `Denoiser(role="refiner")` is that of the model's `refiner`.
+    """
 
     op: ClassVar[str]
-    fields: ClassVar[Mapping[str, Port]] = {}  # input -> the field of requests that it is
+    part: ClassVar[str] = ""  # what follows the role's name in the name of its own; the denoiser is the role itself
+    fields: ClassVar[Mapping[str, Port]] = {}  # input -> the field of requests that it is given
     repeats: ClassVar[bool] = False  # whether it is called in loops, and nowhere else
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, role: str = "") -> None:
+        """role: "": the served model's. Raises WorkflowError."""
+        if not isinstance(role, str) or (role and not role.isidentifier()):
+            kind = type(self).__name__
+            raise WorkflowError(f"{kind}, role: it is {role!r:.80}; a role is a Python identifier", node=kind)
+        super().__init__(**({"role": role} if role else {}))
+        self.role = f"{role}{self.part}" if role else ""
 
     def load(self, device: str, dtype: Any) -> NoReturn:
         raise NotImplementedError("the engine loads it")
@@ -37,8 +47,23 @@ class FamilyModel(Model):
     def lower(self, connected: Connected) -> Lowered:
         """A node of its op. Raises WorkflowError."""
         self._check(connected)
-        node = Node(connected.node, self.op, tuple(self.edges(connected)), region=connected.region)
-        return Lowered(node, fields={source: self.fields[name] for name, source in connected.given.items()})
+        canvas = self.canvas(connected)
+        node = Node(
+            connected.node,
+            self.op,
+            tuple(self.edges(connected)),
+            self.role,
+            connected.region,
+            literals={"canvas": canvas} if canvas else {},
+        )
+        return Lowered(node, fields={name: self.fields[name] for name in connected.given})
+
+    def canvas(self, connected: Connected) -> str:
+        """The canvas that its node works at. Raises WorkflowError for latents of another."""
+        for edge in connected.edges:
+            if connected.canvases[edge.source]:
+                raise failure(connected, edge.input, f"it is of a smaller picture; {LARGER}")
+        return ""
 
     def edges(self, connected: Connected) -> Iterator[Edge]:
         """What its node reads, by the names that its op has."""
@@ -58,6 +83,11 @@ class FamilyModel(Model):
         for name in connected.given:
             if name not in self.fields:
                 raise failure(connected, name, "no request says it; give what another model makes")
+
+
+def canvas_of(connected: Connected, name: str) -> str:
+    """The canvas that an input is of; "": that of the final picture, or there is no such input."""
+    return next((connected.canvases[edge.source] for edge in connected.edges if edge.input == name), "")
 
 
 def failure(connected: Connected, name: str, problem: str) -> WorkflowError:

@@ -14,6 +14,7 @@ class TextEncoder(FamilyModel):
     """The request's prompt, and what else it says in words, as embeddings: `prompt_embeds = text_encoder(prompt)`."""
 
     op = "text_encode"
+    part = "_text_encoder"
     fields: ClassVar[Mapping[str, Port]] = {"prompt": PROMPT}
 
     def setup_io(self) -> None:

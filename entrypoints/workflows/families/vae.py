@@ -20,6 +20,7 @@ class VAE(FamilyModel):
     """
 
     op = "decode"
+    part = "_vae"
 
     def setup_io(self) -> None:
         self.add_input("latents", OF_ENGINE)
@@ -36,4 +37,5 @@ class VAE(FamilyModel):
         lowered = super().lower(connected)
         (latents,) = lowered.node.inputs
         clean = Edge(latents.source, "clean", "latents")
-        return replace(lowered, preview=Node(f"{connected.node}_preview", "decode", (clean,), shows=latents.source))
+        preview = Node(f"{connected.node}_preview", "decode", (clean,), self.role, shows=latents.source)
+        return replace(lowered, preview=preview)
