@@ -1,7 +1,8 @@
 """Models of the families that the engine knows: their nodes are of the engine's own ops.
 
 A workflow of these serves the requests of a model that names it (`ModelConfig.workflow`), with this model's checkpoint,
-whatever its family; with `role`, with that of a model which plays it (`ModelConfig.refiner`, `ModelConfig.roles`). `Flux`, `FluxTextEncoder` and `FluxVAE` are the names in LegoDiffusion's figure 7.
+whatever its family; with `role`, with that of a model which plays it (`ModelConfig.refiner`, `ModelConfig.roles`).
+`Flux`, `FluxTextEncoder` and `FluxVAE` are the names in LegoDiffusion's figure 7.
 """
 
 from __future__ import annotations

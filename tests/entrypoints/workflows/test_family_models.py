@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,25 @@ from core.graph.check import check_workflow
 from core.graph.controlling import CONTROLS
 from core.graph.form import text
 from core.graph.op import Port
-from core.graph.workflow import Node
+from core.graph.workflow import Node, Region
 from core.graph.workflow import Workflow as Graph
+from core.graph.workflows.controlled_hires import CONTROLLED_HIRES
 from core.graph.workflows.controlled_inpaint import CONTROLLED_INPAINT
+from core.graph.workflows.hires import HIRES
 from core.graph.workflows.inpaint import INPAINT
+from core.graph.workflows.refined import REFINED
 from entrypoints.workflows import Image, Model, Workflow, steps
 from entrypoints.workflows.compiler import compile_workflow
-from entrypoints.workflows.families import VAE, ControlNet, Denoiser, LatentsGenerator, LoRA, TextEncoder, denoise
+from entrypoints.workflows.families import (
+    VAE,
+    ControlNet,
+    Denoiser,
+    LatentsGenerator,
+    LoRA,
+    TextEncoder,
+    Upscaler,
+    denoise,
+)
 from entrypoints.workflows.workflow_files import read_workflows
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "workflows"
@@ -38,24 +50,56 @@ NAMES = {
 }
 """Node or region in the language -> in the shipped graphs."""
 
+OF_HIRES = NAMES | {
+    "latents_generator": "first_encode",
+    "control_encode": "first_control_encode",
+    "control_net": "first_controlnet",
+    "denoiser": "first_denoise",
+    "loop": "first_denoise",
+    "upscaler": "upscale",
+    "latents_generator_2": "image_encode",
+    "control_encode_2": "control_encode",
+    "control_net_2": "controlnet",
+    "denoiser_2": "denoise",
+    "loop_2": "denoise",
+    "hires_scale": "first",
+}
+"""Likewise, and the canvas."""
 
-def renamed(node: Node) -> Node:
+OF_REFINED = NAMES | {
+    "text_encoder_2": "refiner_text_encode",
+    "latents_generator_2": "refiner_image_encode",
+    "denoiser_2": "refine",
+    "loop_2": "refine",
+}
+
+
+def renamed(node: Node, names: Mapping[str, str]) -> Node:
     edges = [
-        replace(edge, source=NAMES[edge.source], carried=NAMES[edge.carried], port=edge.port.replace(edge.name, "", 1))
+        replace(edge, source=names[edge.source], carried=names[edge.carried], port=edge.port.replace(edge.name, "", 1))
         for edge in node.inputs
     ]
-    return replace(node, name=NAMES[node.name], inputs=tuple(edges), region=NAMES[node.region], shows=NAMES[node.shows])
+    return replace(
+        node,
+        name=names[node.name],
+        inputs=tuple(edges),
+        region=names[node.region],
+        shows=names[node.shows],
+        literals={name: names[str(value)] for name, value in node.literals.items()},
+    )
 
 
-def is_graph(found: Graph, shipped: Graph) -> bool:
-    """Whether they are equal, but for the order of nodes and edges."""
-    mine = {node.name: replace(node, inputs=()) for node in map(renamed, found.nodes)}
-    edges = {node.name: set(node.inputs) for node in map(renamed, found.nodes)}
+def is_graph(found: Graph, shipped: Graph, names: Mapping[str, str] = NAMES) -> bool:
+    """Whether they are equal, but for names and the order of nodes and edges."""
+    nodes = [renamed(node, names) for node in found.nodes]
     return (
-        mine == {node.name: replace(node, inputs=()) for node in shipped.nodes}
-        and edges == {node.name: set(node.inputs) for node in shipped.nodes}
-        and {name: NAMES[node] for name, node in found.outputs.items()} == shipped.outputs
-        and found.is_mask_aware
+        {node.name: replace(node, inputs=()) for node in nodes}
+        == {node.name: replace(node, inputs=()) for node in shipped.nodes}
+        and {node.name: set(node.inputs) for node in nodes} == {node.name: set(node.inputs) for node in shipped.nodes}
+        and {name: names[node] for name, node in found.outputs.items()} == shipped.outputs
+        and tuple(replace(region, name=names[region.name]) for region in found.regions) == shipped.regions
+        and {names[name]: factor for name, factor in found.canvases.items()} == shipped.canvases
+        and found.is_mask_aware == shipped.is_mask_aware
     )
 
 
@@ -66,6 +110,24 @@ def test_figure_7_is_the_shipped_graph() -> None:
     assert graph.inputs == (Port("prompt", "text"), CONTROLS)
     assert graph.loras == {"style": 1.0}
     assert registered.classes == ()
+
+
+def example(name: str) -> Graph:
+    (graph,) = read_workflows([EXAMPLES / f"{name}.py"]).workflows
+    return graph
+
+
+def test_two_passes_are_the_shipped_graph() -> None:
+    graph = example("hires")
+    assert is_graph(graph, HIRES, OF_HIRES)
+    assert set(graph.inputs) == set(HIRES.inputs)
+
+
+def test_a_refining_pass_is_the_shipped_graph() -> None:
+    graph = example("two_loras_refined")
+    assert is_graph(graph, REFINED, OF_REFINED)
+    assert set(graph.inputs) == set(REFINED.inputs)
+    assert graph.loras == {"style": 0.8, "subject": 0.5}
 
 
 class Reader(Model):
@@ -95,6 +157,9 @@ class Written:
         self.image, self.mask = (add(name, Image, required=False) for name in ("image", "mask"))
         self.generator, self.encoder, self.denoiser, self.vae = LatentsGenerator(), TextEncoder(), Denoiser(), VAE()
 
+    def number_input(self, name: str, *, required: bool = True) -> Any:
+        return self.workflow.add_input(name, float, required=required)
+
     def begin(self) -> tuple[Any, Any]:
         return self.generator(self.seed, self.image, self.mask), self.encoder(self.prompt)
 
@@ -102,9 +167,14 @@ class Written:
         latents, prompt_embeds = self.begin()
         for patch in patches:
             self.denoiser.add_patch(patch)
+        return self.vae(self.denoised(latents, prompt_embeds))
+
+    def denoised(self, latents: Any, prompt_embeds: Any, added: Any = None, denoiser: Model | None = None) -> Any:
+        """After a loop of steps. added: makes what is added to a step of its latents."""
         for _ in steps(self.number):
-            latents = denoise(self.denoiser(latents, prompt_embeds), latents)
-        return self.vae(latents)
+            residuals = None if added is None else added(latents)
+            latents = denoise((denoiser or self.denoiser)(latents, prompt_embeds, residuals), latents)
+        return latents
 
     def graph_of(self, write: Callable[[Written], None]) -> Graph:
         """Raises WorkflowError."""
@@ -125,6 +195,57 @@ def test_an_edit_is_the_shipped_graph() -> None:
     assert is_graph(graph, INPAINT)
     assert graph.inputs == INPAINT.inputs
     assert graph.loras == {"a": 1.0, "b": 0.5}
+
+
+def test_a_patch_that_is_removed_is_none() -> None:
+    written = Written(prompt="words")
+    patches = [LoRA("a"), LoRA("b", 0.5)]
+    for patch in patches:
+        written.denoiser.add_patch(patch)
+    written.denoiser.rm_patch(patches[0])
+    written.workflow.add_output(written.picture(), name="picture")
+    assert written.graph().loras == {"b": 0.5}
+
+
+def test_two_passes_beside_controlnets_are_the_shipped_graph() -> None:
+    w = Written()
+    scale, control = w.number_input("scale"), w.workflow.add_input("control", Image)
+    prompt_embeds, net = w.encoder(w.prompt), ControlNet()
+    seen = w.vae(image=control, scale=scale, mode="encode")
+    latents = w.generator(w.seed, w.image, w.mask, scale=scale)
+    latents = w.denoised(latents, prompt_embeds, lambda latents: net(latents, prompt_embeds, seen))
+    seen = w.vae(image=control, mode="encode")
+    latents = w.generator(w.seed, w.image, w.mask, latents=Upscaler()(latents))
+    latents = w.denoised(latents, prompt_embeds, lambda latents: net(latents, prompt_embeds, seen))
+    w.workflow.add_output(w.vae(latents), name="picture")
+    assert is_graph(w.graph(), CONTROLLED_HIRES, OF_HIRES)
+
+
+def test_a_second_pass_and_a_refiner() -> None:
+    """The refiner goes on with the second pass, of which previews show the part before it."""
+    w = Written()
+    scale, share, prompt_embeds = w.number_input("scale"), w.number_input("share"), w.encoder(w.prompt)
+    latents = w.denoised(w.generator(w.seed, scale=scale), prompt_embeds)
+    latents = w.denoised(w.generator(w.seed, latents=Upscaler()(latents), denoising_end=share), prompt_embeds)
+    begin = LatentsGenerator(role="refiner")(w.seed, latents=latents, denoising_start=share)
+    refined = w.denoised(begin, TextEncoder(role="refiner")(w.prompt), denoiser=Denoiser(role="refiner"))
+    w.workflow.add_output(w.vae(refined), name="picture")
+    graph = w.graph()
+    assert graph.regions == (
+        Region("loop"),
+        Region("loop_2", "hires_strength", end="refiner_start"),
+        Region("loop_3", "hires_strength", begin="refiner_start"),
+    )
+    assert [side.shows for side in graph.side_nodes] == ["denoiser_2"]
+
+
+def test_strengths_are_fields_of_requests() -> None:
+    w = Written()
+    first, second, prompt_embeds = w.number_input("first"), w.number_input("second"), w.encoder(w.prompt)
+    latents = w.denoised(w.generator(w.seed, strength=first), prompt_embeds)
+    again = w.generator(w.seed, latents=latents, strength=second)
+    w.workflow.add_output(w.vae(w.denoised(again, prompt_embeds)), name="picture")
+    assert w.graph().regions == (Region("loop"), Region("loop_2", "hires_strength"))
 
 
 def test_a_class_reads_the_prompt_and_the_picture() -> None:
@@ -281,6 +402,98 @@ def unencoded_control(w: Written) -> None:
         latents = denoise(w.denoiser(latents, prompt_embeds, added), latents)
 
 
+def latents_of_a_loop(w: Written) -> None:
+    latents, prompt_embeds = w.begin()
+    w.denoised(w.denoised(latents, prompt_embeds), prompt_embeds)
+
+
+def enlarged_latents(w: Written) -> None:
+    prompt_embeds = w.encoder(w.prompt)
+    latents = w.denoised(w.generator(w.seed, scale=w.number_input("scale")), prompt_embeds)
+    w.denoised(Upscaler()(latents), prompt_embeds)
+
+
+def small_latents(w: Written) -> Any:
+    return w.denoised(w.generator(w.seed, scale=w.number_input("scale")), w.encoder(w.prompt))
+
+
+def small_picture(w: Written) -> None:
+    w.vae(small_latents(w))
+
+
+def small_start(w: Written) -> None:
+    w.generator(w.seed, latents=small_latents(w))
+
+
+def scaled_latents(w: Written) -> None:
+    w.generator(w.seed, latents=Upscaler()(small_latents(w)), scale=w.number_input("other"))
+
+
+def two_scales(w: Written) -> None:
+    small_latents(w)
+    w.generator(w.seed, scale=w.number_input("other"))
+
+
+def large_latents(w: Written) -> None:
+    latents, prompt_embeds = w.begin()
+    Upscaler()(w.denoised(latents, prompt_embeds))
+
+
+def other_canvas(w: Written) -> None:
+    prompt_embeds, controls = w.encoder(w.prompt), w.vae(image=w.image, mode="encode")
+    latents = w.generator(w.seed, scale=w.number_input("scale"))
+    w.denoised(latents, prompt_embeds, lambda latents: ControlNet()(latents, prompt_embeds, controls))
+
+
+def literal_scale(w: Written) -> None:
+    w.generator(w.seed, scale=2.0)
+
+
+def optional_scale(w: Written) -> None:
+    w.generator(w.seed, scale=w.number_input("scale", required=False))
+
+
+def scale_as_strength(w: Written) -> None:
+    both = w.number_input("both")
+    w.generator(w.seed, scale=both, strength=both)
+
+
+def start_of_nothing(w: Written) -> None:
+    w.generator(w.seed, denoising_start=w.number_input("share"))
+
+
+def strength_of_the_rest(w: Written) -> None:
+    latents, prompt_embeds = w.begin()
+    latents = w.denoised(latents, prompt_embeds)
+    w.generator(w.seed, latents=latents, denoising_start=w.number_input("share"), strength=w.number_input("other"))
+
+
+def patched_refiner(w: Written) -> None:
+    latents, prompt_embeds = w.begin()
+    refiner = Denoiser(role="refiner")
+    refiner.add_patch(LoRA("a"))
+    w.denoised(latents, prompt_embeds, denoiser=refiner)
+
+
+def patched_in_one_pass(w: Written) -> None:
+    latents, prompt_embeds = w.begin()
+    patch = LoRA("a")
+    w.denoiser.add_patch(patch)
+    latents = w.denoised(latents, prompt_embeds)
+    w.denoiser.rm_patch(patch)
+    w.vae(w.denoised(w.generator(w.seed, latents=latents), prompt_embeds))
+
+
+def role_of_no_name(w: Written) -> None:
+    Denoiser(role="the refiner")
+
+
+def role_of_another_part(w: Written) -> None:
+    w.encoder = TextEncoder(role="x")
+    w.denoiser = Denoiser(role="x_text_encoder")
+    w.workflow.add_output(w.picture(), name="picture")
+
+
 REFUSED = {
     literal_prompt: "node text_encoder, input prompt: it is a literal",
     prompt_of_a_class: "node text_encoder, input prompt: the request says it",
@@ -308,6 +521,23 @@ REFUSED = {
     other_patches: "another step has other adapters",
     lora_as_a_node: "it has no outputs",
     unknown_mode: "VAE, mode: it is 'both'",
+    latents_of_a_loop: "node denoiser_2, input latents: a loop begins with what a LatentsGenerator makes",
+    enlarged_latents: "node denoiser_2, input latents: a loop begins with what a LatentsGenerator makes",
+    small_picture: "node vae, input latents: it is of a smaller picture; Upscaler",
+    small_start: "node latents_generator_2, input latents: they are of a smaller picture; Upscaler",
+    scaled_latents: "node latents_generator_2, input scale: the latents have a size already",
+    two_scales: "node latents_generator_2, input other: two inputs of the workflow are the request's hires_scale",
+    large_latents: "node upscaler, input latents: they are of the whole picture already",
+    other_canvas: "node control_net, input ref_image: they have another size than the latents",
+    literal_scale: "node latents_generator, input scale: it is a literal",
+    optional_scale: "node latents_generator, input scale: each request gives its hires_scale",
+    scale_as_strength: "input both: input both of the workflow is the request's hires_scale already",
+    start_of_nothing: "node latents_generator, input latents: denoising_start is for latents to go on with",
+    strength_of_the_rest: "node latents_generator_2, input strength: it is that of the steps before",
+    patched_refiner: "node denoiser: adapters are of the served model, and another plays refiner",
+    patched_in_one_pass: "another step has other adapters",
+    role_of_no_name: "Denoiser, role: it is 'the refiner'; a role is a Python identifier",
+    role_of_another_part: "its role x_text_encoder is played by a transformer",
     unencoded_control: "node control_net, input ref_image: no request says it",
 }
 
