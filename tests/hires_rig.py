@@ -18,6 +18,7 @@ from torch import Tensor
 from core.handles import ArrayRef, TensorRef
 from core.messages.image_processor import CanvasScale, PrepareImages
 from core.messages.worker import Free, StepPlan
+from core.sampling_params import SamplingParams
 from engine.images import image_ops
 
 NOWHERE = ArrayRef(0, 0, (0,), "uint8")
@@ -129,6 +130,38 @@ def start_from(patch: pytest.MonkeyPatch, scheduler: Any, start: Tensor) -> None
         return add_noise(chosen, *args, **named)
 
     patch.setattr(scheduler, name, add)
+
+
+def two_calls(
+    pipeline: Any,
+    prompt: str,
+    image: npt.NDArray[np.uint8],
+    mask: npt.NDArray[np.uint8],
+    sampling: SamplingParams,
+    first_size: tuple[int, int],
+) -> npt.NDArray[np.uint8]:
+    """Two calls of FLUX Fill's pipeline with an interpolation between them. mask: 1 = edit."""
+    height, width, _ = image.shape
+
+    def run(size: tuple[int, int], strength: float, **options: Any) -> Any:
+        assert sampling.seed is not None
+        return pipeline(
+            prompt=prompt,
+            image=Image.fromarray(image),
+            mask_image=Image.fromarray(mask * 255),
+            width=size[0],
+            height=size[1],
+            num_inference_steps=sampling.num_inference_steps,
+            strength=strength,
+            max_sequence_length=pipeline.tokenizer_2.model_max_length,
+            generator=torch.Generator("cpu").manual_seed(sampling.seed),
+            **options,
+        ).images
+
+    small = run(first_size, sampling.strength, output_type="latent")
+    with pytest.MonkeyPatch.context() as patch:
+        start_from(patch, pipeline.scheduler, enlarged(pipeline, small, first_size, (width, height)))
+        return np.asarray(run((width, height), sampling.hires_strength)[0])
 
 
 def file_of(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
-import pytest
-import torch
 from diffusers import FluxFillPipeline
 from edits import box_mask, picture
-from hires_rig import enlarged, start_from
-from PIL import Image
+from hires_rig import two_calls
 
 from core.errors import InvalidRequestError
 from core.sampling_params import SamplingParams
@@ -29,37 +24,6 @@ def pixels_of(result: EditResult) -> Pixels:
     if result.error is not None:
         raise result.error
     return np.asarray(result.images[0])
-
-
-def reference(
-    pipeline: FluxFillPipeline,
-    image: Pixels,
-    mask: Pixels,
-    sampling: SamplingParams,
-    first_size: tuple[int, int],
-) -> Pixels:
-    """Two calls of the pipeline with an interpolation between them. mask: 1 = edit."""
-    height, width, _ = image.shape
-
-    def run(size: tuple[int, int], strength: float, **options: Any) -> Any:
-        assert sampling.seed is not None
-        return pipeline(
-            prompt=PROMPT,
-            image=Image.fromarray(image),
-            mask_image=Image.fromarray(mask * 255),
-            width=size[0],
-            height=size[1],
-            num_inference_steps=sampling.num_inference_steps,
-            strength=strength,
-            max_sequence_length=pipeline.tokenizer_2.model_max_length,
-            generator=torch.Generator("cpu").manual_seed(sampling.seed),
-            **options,
-        ).images
-
-    small = run(first_size, sampling.strength, output_type="latent")
-    with pytest.MonkeyPatch.context() as patch:
-        start_from(patch, pipeline.scheduler, enlarged(pipeline, small, first_size, (width, height)))
-        return np.asarray(run((width, height), sampling.hires_strength)[0])
 
 
 def worst_difference(ours: Pixels, theirs: Pixels, mask: Pixels) -> int:
@@ -83,7 +47,7 @@ def test_edits_of_two_passes_equal_the_pipelines_alone_and_in_a_batch(
     *together, beside = image_engine.generate([*edits, make_edit((96, 96))], [*params, plain], use_tqdm=False)
     for seed, (size, _, _, first_size) in enumerate(MIX):
         image, mask, sampling = picture(seed, size), box_mask(size), params[seed]
-        expected = reference(pipeline, image, mask, sampling, first_size)
+        expected = two_calls(pipeline, PROMPT, image, mask, sampling, first_size)
         (alone,) = image_engine.generate([edits[seed]], sampling, use_tqdm=False)
         assert worst_difference(pixels_of(alone), expected, mask) <= 2
         assert worst_difference(pixels_of(together[seed]), expected, mask) <= 2
@@ -97,7 +61,7 @@ def test_a_generation_of_two_passes_equals_the_pipelines(image_engine: ImageEngi
     sampling = SamplingParams(num_inference_steps=5, seed=3, hires_scale=2, hires_strength=0.6)
     (result,) = image_engine.generate([Edit(prompt=PROMPT, size=(128, 96))], sampling, use_tqdm=False)
     grey, everything = np.full((96, 128, 3), 128, np.uint8), np.ones((96, 128), np.uint8)
-    expected = reference(pipeline, grey, everything, sampling, (64, 48))
+    expected = two_calls(pipeline, PROMPT, grey, everything, sampling, (64, 48))
     assert worst_difference(pixels_of(result), expected, everything) <= 2
 
 
