@@ -103,7 +103,9 @@ class _SoundGraph:
             assert name == self.nodes[-1].name
         if self._random.random() < 0.5:
             shown = self._random.choice(names)
-            self._add((Edge(shown, "x", "in0"),), shows=shown)
+            look = self._add((Edge(shown, "x", "in0"),), shows=shown)
+            if self._random.random() < 0.5:
+                self._add((Edge(look, "x", "in0"), *self._edges(readable, first=1)), shows=shown)
         return names
 
     def _grow_choice(self, readable: Sequence[str], depth: int) -> list[str]:

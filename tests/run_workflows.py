@@ -146,17 +146,21 @@ GUARD = replace(
     given={"words": "prompt", "strictness": "strictness"},
 )
 STRICTNESS = Port.of("strictness", NUMBER, is_optional=True)
+GUARD_OF_PREVIEWS = replace(GUARD, name="guard_preview", inputs=(Edge("preview", "picture", "image"),), shows="denoise")
 
 GUARDED = Workflow(
     "guarded",
-    (*(node for node in INPAINT.nodes if not node.shows), GUARD),
+    (*INPAINT.nodes, GUARD, GUARD_OF_PREVIEWS),
     {"picture": "guard", "is_bad": "guard", "mean": "guard"},
     INPAINT.regions,
     (PROMPT, *INPAINT.inputs[1:], STRICTNESS),
     is_mask_aware=True,
     output_ports={"picture": "image", "is_bad": "is_bad", "mean": "mean"},
 )
-"""An edit whose picture a class of the user may black out."""
+"""An edit whose picture a class of the user may black out, and its previews likewise."""
+
+UNSHOWN = replace(GUARDED, name="unshown", nodes=(*(node for node in INPAINT.nodes if not node.shows), GUARD))
+"""As GUARDED, without previews."""
 
 JUDGED = Workflow(
     "judged",

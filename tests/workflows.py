@@ -75,12 +75,15 @@ ACCEPTANCE = Workflow(
         Node("join", "toy", (Edge("left", "x", "in0"), Edge("right", "x", "in1")), joins=True),
         Node("second", "toy", (Edge("join", "x", "in0", carried="second"), Edge("a", "y", "in1")), region="two"),
         Node("look", "toy", (Edge("second", "y", "in0"),), shows="second"),
+        Node("look_at_look", "toy", (Edge("look", "y", "in0"), Edge("a", "x", "in1")), shows="second"),
         Node("end", "toy", (Edge("second", "x", "in0"), Edge("first", "y", "in1"))),
     ),
     {"picture": "end"},
     (Region("one"), Region("two")),
 )
-"""Two regions, the first of two nodes with a deferred edge between them, a choice, a join and a side node."""
+"""Two regions, the first of two nodes with a deferred edge between them, a choice, a join, and a side node that another
+one reads.
+"""
 
 
 @st.composite
@@ -98,6 +101,9 @@ def workflows(draw: st.DrawFn, *, can_choose: bool = True, with_sides: bool = Tr
         if with_sides and draw(st.booleans()):
             shown = draw(st.sampled_from([node.name for node in nodes if node.region == name]))
             nodes.append(Node(f"look_{name}", "toy", (Edge(shown, "x", "in0"),), shows=shown))
+            if draw(st.booleans()):
+                reads = Edge(f"look_{name}", "x", "in0"), Edge(draw(st.sampled_from([shown, "a0"])), "y", "in1")
+                nodes.append(Node(f"look_at_look_{name}", "toy", reads, shows=shown))
     if can_choose and draw(st.booleans()):
         _add_choice(nodes)
     sources = [node.name for node in nodes if not node.shows and node.name not in {"check", "left", "right"}]

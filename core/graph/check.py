@@ -132,9 +132,51 @@ def _check_ends(workflow: Workflow) -> None:
         return
     for name, problem in problems_of_ends(workflow):
         raise WorkflowError(f"workflow {workflow.name}, {name}: {problem}", node="", input=name)
-    if workflow.last_between is not None and workflow.side_nodes:
-        what = f"it would show callers pictures that do not pass through {workflow.last_between.name}; leave it out"
-        raise _fail(workflow, workflow.side_nodes[0], what)
+    _check_previews(workflow)
+
+
+def _check_previews(workflow: Workflow) -> None:
+    """No preview slips past a node that the picture passes, of those with ports of their own."""
+    maker = workflow.find(workflow.outputs.get("picture", ""))
+    if maker is None or not workflow.is_for_pictures:
+        return
+    for side in workflow.side_nodes:
+        if workflow.is_preview(side) and not _is_alike(workflow, side, maker):
+            what = f"callers would see what does not pass all nodes that the picture of {maker.name} passes"
+            raise _fail(workflow, side, f"{what}; let side nodes that are as these are do the same, or leave it out")
+
+
+def _is_alike(workflow: Workflow, side: Node, maker: Node) -> bool:
+    """Whether a side node makes of a round what the picture's maker makes of the last one: it is as that is, and reads
+    what other nodes make for both, or side nodes that are alike likewise, down to those that decode. All classes that
+    pictures have passed before these it has before it, too.
+    """
+    left, seen = [(side, maker)], set[tuple[str, str]]()
+    while left:
+        mine, its = left.pop()
+        if (mine.name, its.name) in seen:
+            continue
+        seen.add((mine.name, its.name))
+        if any(getattr(mine, name) != getattr(its, name) for name in _ALIKE):
+            return False
+        if OPS[its.op].makes_result:
+            if not workflow.classes_before(its.name) <= workflow.classes_before(mine.name):
+                return False
+            continue
+        ends = [{edge.input: (edge.source, edge.name) for edge in each.inputs} for each in (mine, its)]
+        if ends[0].keys() != ends[1].keys():
+            return False
+        for input_, (source, name) in ends[0].items():
+            other, its_name = ends[1][input_]
+            if name != its_name or (source != other and not workflow.node(source).shows):
+                return False
+            if source != other:
+                left.append((workflow.node(source), workflow.node(other)))
+    return True
+
+
+_ALIKE = ("op", "role", "takes", "makes", "given", "literals", "chooses", "joins")
+"""What nodes that are alike have in common."""
 
 
 def _check_roles(workflow: Workflow) -> None:
@@ -192,8 +234,9 @@ def _check_chooser(workflow: Workflow, node: Node) -> None:
 
 def _check_edge(workflow: Workflow, node: Node, edge: Edge) -> None:
     source = workflow.node(edge.source)
-    if source.shows:
-        raise _fail(workflow, node, f"no node can read what a side node makes, as {source.name} is", edge)
+    if source.shows and node.shows != source.shows:
+        what = f"of what a side node makes, as {source.name} is, side nodes that show {source.shows} can read alone"
+        raise _fail(workflow, node, what, edge)
     made = _output(workflow, node, edge, source)
     read = port_of(inputs_of(node), edge.input)
     if read is None:

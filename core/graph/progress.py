@@ -109,7 +109,7 @@ class Progress:
         if not self.over.issuperset(links.before):
             return False
         if node.shows:
-            return self._is_shown_round_done(node) and name not in self.in_flight
+            return self._is_shown_round_done(node) and name not in self.in_flight and self._is_fed(node, links.sides)
         if self.scheduled[name] == self.times(node):
             return False
         if links.begun and not all(self._has_begun(source) for source in links.begun):
@@ -151,6 +151,10 @@ class Progress:
 
     def _is_shown_round_done(self, side: Node) -> bool:
         return side.name in self.pending and self.done[side.shows] >= self.round_of(side)
+
+    def _is_fed(self, side: Node, sources: Iterable[str]) -> bool:
+        """Whether the side nodes that one reads are done with the round that it shows."""
+        return all(self.done[source] > self.pending[side.name] for source in sources)
 
     # ------------------------------------------------------------------------------------------------ what happens
 
@@ -227,10 +231,10 @@ class Progress:
         self.done.update(kept)
         self.scheduled = dict(self.done)
         self.over = {node.name for node in self.workflow.nodes if self.done[node.name] == self.times(node)}
-        due = {name: self.shown[name][index] for name, index in self.pending.items()}
+        next_run = {side: self.done[side.name] for side in self.workflow.side_nodes}
         self.pending = {
-            name: self.pending[name]
-            for name, round_ in due.items()
-            if round_ <= self.done[self.workflow.node(name).shows]
+            side.name: index
+            for side, index in next_run.items()
+            if any(round_ <= self.done[side.shows] for round_ in self.shown[side.name][index : index + 1])
         }
         self.is_restarting, self.was_rewound = False, True

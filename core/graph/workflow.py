@@ -24,7 +24,8 @@ Nodes that run users' classes (op `run`) have ports of their own. They may stand
 - They read decoded pictures, what other classes make, and the workflow's inputs that have a form: `prompt` is the
   request's, values of the others come with the request. An `image_encode` may read a picture as its template.
 - A decoded picture that is no output is in no memory that callers see, and a picture that a class makes is as large as
-  the request's. Where one stands between `decode` and the picture, previews would not pass through it: there are none.
+  the request's. Where one stands between `decode` and the picture, previews pass through a side node that is as it is,
+  and reads the side node that decodes; without such a node there are none.
 - It sees the picture as it was generated: at the size that the model works at; of a padded crop, that crop; around the
   mask, the template. What it makes is then resized and pasted into the upload under the mask, with a soft edge if that
   is asked for, as any decoded picture is. So outside of the mask callers always get their own upload, and what a class
@@ -122,6 +123,7 @@ class Links:
     same_round: tuple[str, ...]  # of its region: until their same round is done
     same_round_begun: tuple[str, ...]  # of its region, read deferred: until their same round is sent
     last_round: tuple[str, ...]  # of its region, carried: until their round before is sent
+    sides: tuple[str, ...]  # side nodes, which a side node reads: until they are done with the round that it shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +198,19 @@ class Workflow:
         """The last node with ports of its own that decoded pictures pass on their way to a request's picture; None:
         the request gets it as it was decoded.
         """
-        decoded = {node.name for node in self.nodes if op_of(node).makes_result and not node.shows}
-        after = self.downstream(decoded) & self._upstream(self.outputs.get("picture", ""))
-        return next((node for node in reversed(self.nodes) if node.name in after and op_of(node).has_own_ports), None)
+        classes = self.classes_before(self.outputs.get("picture", ""))
+        return next((node for node in reversed(self.nodes) if node.name in classes), None)
+
+    def classes_before(self, name: str) -> set[str]:
+        """Names of the nodes with ports of their own, up to a node itself, that decoded pictures pass on their way to
+        it. Side nodes decode for themselves alone.
+        """
+        after = self._after_decoding & self._upstream(name)
+        return {each for each in after if op_of(self.node(each)).has_own_ports}
+
+    @cached_property
+    def _after_decoding(self) -> set[str]:
+        return self.downstream(node.name for node in self.nodes if op_of(node).makes_result and not node.shows)
 
     def _upstream(self, name: str) -> set[str]:
         """A node and all that it reads, directly or not."""
@@ -342,6 +354,10 @@ class Workflow:
         """All side nodes."""
         return tuple(node for node in self.nodes if node.shows)
 
+    def is_preview(self, node: Node) -> bool:
+        """Whether callers see what a side node makes: no other side node reads it."""
+        return bool(node.shows) and node.name not in self.reader_names
+
     @cached_property
     def steps(self) -> tuple[Node, ...]:
         """The nodes that repeat and share a pass with those of other requests: denoising steps, and what works for
@@ -409,8 +425,9 @@ class Workflow:
         return Reads(fixed, of_round, overlap, all(edge.carried for edge in of_round))
 
     def _is_of_round(self, node: Node, edge: Edge) -> bool:
-        is_inside = bool(node.region) and self.node(edge.source).region == node.region
-        return bool(edge.carried) or is_inside or edge.source == node.shows
+        source = self.node(edge.source)
+        is_inside = bool(node.region) and source.region == node.region
+        return bool(edge.carried) or is_inside or edge.source == node.shows or bool(source.shows)
 
     def is_read_early(self, name: str) -> bool:
         """Whether a node may begin while this one, which it reads, is in flight."""
@@ -427,7 +444,9 @@ class Workflow:
             if source is None or edge.source == node.shows:
                 continue  # of what a side node shows, it waits for some rounds
             is_inside = bool(node.region) and source.region == node.region
-            if is_inside:
+            if source.shows:
+                mine["sides"][edge.source] = None
+            elif is_inside:
                 mine["same_round_begun" if edge.deferred else "same_round"][edge.source] = None
             else:
                 mine["begun" if edge.deferred else "before"][edge.source] = None

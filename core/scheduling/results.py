@@ -93,7 +93,7 @@ class Results:
         if node.chooses:
             note_choice(self.values, request, node, item.chosen)
         self.cache.note_result(request, node, item)
-        if node.shows:
+        if request.workflow.is_preview(node):
             self.endings.outputs.append(PartialImage(request_id=request.id, index=index, step=round_))
         elif self._has_ended(request, node) and not self.cache.must_restart(request):
             self.endings.end(request, Status.FINISHED, finished(request, self.cache.outcome(request)))

@@ -21,6 +21,7 @@ from entrypoints.workflows.connected import Connected
 from entrypoints.workflows.loop import Loop
 from entrypoints.workflows.lowered import Lowered
 from entrypoints.workflows.passes import Passes
+from entrypoints.workflows.previews import previews_of
 from entrypoints.workflows.registered import Registered
 from entrypoints.workflows.request_fields import NUM_STEPS, RequestFields
 from entrypoints.workflows.value import Value
@@ -72,13 +73,12 @@ class _Compiler:
                 self._close(each.choice)
         regions = tuple(map(self._region, workflow.loops))
         results = {name: self._result(value) for name, value in workflow.outputs.items()}
-        preview = self._previews.get(results["picture"][0]) if "picture" in results else None
-        if preview is not None and self._region_of.get(preview.shows):
-            self._nodes.append(self._of_first_part(preview))
+        nodes = tuple(self._passes.joined(self._nodes))
+        previews = self._previews_of(nodes, results["picture"][0]) if "picture" in results else ()
         has_ports = {node.name for node in self._nodes if node.makes}
         graph = Graph(
             workflow.name,
-            tuple(self._passes.joined(self._nodes)),
+            nodes + previews,
             {name: node for name, (node, _) in results.items()},
             output_ports={name: port for name, (node, port) in results.items() if node in has_ports},
             regions=regions,
@@ -110,9 +110,15 @@ class _Compiler:
             raise self._error(steps.name, "latents", problem)
         return region
 
-    def _of_first_part(self, preview: Node) -> Node:
-        shown = self._passes.shown(preview.shows)
-        return replace(preview, inputs=tuple(replace(edge, source=shown) for edge in preview.inputs), shows=shown)
+    def _previews_of(self, nodes: tuple[Node, ...], picture: str) -> tuple[Node, ...]:
+        """What shows the picture that a node makes on its way."""
+        decoding = dict[str, Node]()
+        for name, side in self._previews.items():
+            if self._region_of.get(side.shows):
+                shown = self._passes.shown(side.shows)
+                inputs = tuple(replace(edge, source=shown) for edge in side.inputs)
+                decoding[name] = replace(side, name=self._workflow.named(side.name), inputs=inputs, shows=shown)
+        return previews_of(nodes, decoding, picture, self._workflow.named)
 
     def _inputs(self, regions: Iterable[Region]) -> Iterator[Port]:
         counted = {region.rounds for region in regions if isinstance(region.rounds, str)}

@@ -21,4 +21,4 @@ class Lowered:
     fields: Mapping[str, Port] = field(default_factory=dict)
     loras: Mapping[str, float] | None = None  # of a step: adapter of the served model -> scale
     begin: Begin | None = None  # how the loop begins whose first values it makes
-    preview: Node | None = None  # shows the node's picture on the way, where requests get it as this node makes it
+    preview: Node | None = None  # decodes on the way what the node decodes at the end

@@ -52,7 +52,7 @@ def _make(request: Request, node: Node, pages: NodePages) -> Decode:
 def _place(request: Request, node: Node) -> ArrayRef | None:
     """Memory that the caller sees, unless another node makes what the caller gets."""
     if node.shows:
-        return request.picture.previews[request.progress.pending[node.name]].array
+        return request.preview_place(node)
     name = request.workflow.output_names.get(node.name)
     return None if name is None else request.picture.place(name)
 

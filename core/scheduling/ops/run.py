@@ -44,6 +44,8 @@ def _make(request: Request, node: Node, pages: NodePages) -> Run:
     spec = request.spec
     given = {name: spec.inputs[source] for name, source in node.given.items() if source in spec.inputs}
     results = {name: (port, spec.place(name)) for name, port in request.workflow.results_of(node).items()}
+    if (preview := request.preview_place(node)) is not None:
+        results = {"picture": (request.workflow.output_ports["picture"], preview)}
     return Run(
         takes=node.takes,
         makes=node.makes,

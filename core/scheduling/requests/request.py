@@ -21,7 +21,7 @@ from core.messages.specs.picture_spec import PictureSpec
 if TYPE_CHECKING:
     from core.costs.load_report import RequestLoad
     from core.graph.work import Work
-    from core.handles import TensorKey, TensorRef
+    from core.handles import ArrayRef, TensorKey, TensorRef
     from core.messages.canvas import Canvas
     from core.messages.engine import EngineRequest
     from core.messages.specs import Spec
@@ -210,6 +210,12 @@ class Request:
         """The adapters that change the layers of a node's model: only the request's own model has any."""
         return self.spec.patches if self.model_of(node) == self.head.model else ()
 
+    def preview_place(self, node: Node) -> ArrayRef | None:
+        """Memory that the caller sees, for the picture of a side node's run; None: other nodes alone get it."""
+        if not self.workflow.is_preview(node):
+            return None
+        return self.picture.previews[self.progress.pending[node.name]].array
+
     def sizes(self, node: Node) -> NodeSizes:
         """The sizes of a node's next run."""
         return self.sizes_of(node, is_masked=self.is_masked(node))
@@ -360,7 +366,7 @@ def _check_picture(spec: PictureSpec, workflow: Workflow) -> None:
     that would not pass through such a node.
     """
     between = workflow.last_between
-    if spec.previews and between is not None:
+    if spec.previews and between is not None and not workflow.side_nodes:
         message = f"workflow {workflow.name} shows no previews, which would not pass through {between.name}"
         raise InvalidRequestError(message, param="partial_images")
     size = spec.height, spec.width, 3

@@ -28,17 +28,20 @@ def runs_to_keep(
     while missing:
         key = missing.pop()
         node = progress.workflow.node(key.node)
-        first, before = _run_of(node, key), kept.get(node.name, progress.done[node.name])
+        first, before = _run_of(progress, node, key), kept.get(node.name, progress.done[node.name])
         if first < before:
             kept[node.name] = first
-            for round_ in range(first, before):
+            for run in range(first, before):
+                round_ = progress.shown[node.name][run] if node.shows else run
                 keys = keys_read(request_id, progress, node, round_)
                 missing += [key for key in keys if not has(key) and _was_made(key, progress.workflow, made)]
     return kept
 
 
-def _run_of(node: Node, key: TensorKey) -> int:
-    """The index of the run that makes a value. Run v - 1 makes version v."""
+def _run_of(progress: Progress, node: Node, key: TensorKey) -> int:
+    """The index of the run that made a value. Run v - 1 makes version v, and a side node's last one what is there."""
+    if node.shows:
+        return progress.done[node.name] - 1
     return key.version - 1 if node.region else 0
 
 

@@ -103,7 +103,7 @@ WRONG = {
     "side that shows nothing": (inpaint_with("preview", shows="image_encode"), "a node that repeats", "preview", ""),
     "reads a side node": (
         inpaint_and(Node("again", "image_encode", (Edge("preview", "latents", port="start"),))),
-        "no node can read what a side node makes",
+        "side nodes that show denoise can read alone",
         "again",
         "start",
     ),

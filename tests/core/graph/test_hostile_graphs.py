@@ -59,7 +59,8 @@ def use(workflow: Workflow) -> None:
 def run(workflow: Workflow, random: Random) -> None:
     """Run a request to its end: starts and ends of nodes, numbers of rounds, side nodes and choices are random."""
     rounds = {region.name: random.randint(1, 4) for region in workflow.regions}
-    shown = {side.name: due(rounds[workflow.node(side.shows).region], random) for side in workflow.side_nodes}
+    steps = {side.shows: due(rounds[workflow.node(side.shows).region], random) for side in workflow.side_nodes}
+    shown = {side.name: steps[side.shows] for side in workflow.side_nodes}
     progress, in_flight = Progress(workflow, rounds, shown), list[Node]()
     ready = progress.ready()
     while ready or in_flight:

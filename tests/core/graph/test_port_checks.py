@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from run_workflows import DIAMOND, GUARDED, JUDGED, PICTURE, REPAINTED, VECTOR, mixer, shouter
+from run_workflows import (
+    DIAMOND,
+    GUARD,
+    GUARD_OF_PREVIEWS,
+    GUARDED,
+    JUDGED,
+    PICTURE,
+    REPAINTED,
+    UNSHOWN,
+    VECTOR,
+    mixer,
+    shouter,
+)
 
 import core.scheduling.ops  # noqa: F401  registers the ops
 from core.errors import WorkflowError
@@ -42,9 +54,50 @@ def changed(name: str, **changes: object) -> Workflow:
     return replace(DIAMOND, nodes=tuple(nodes))
 
 
+def showing(workflow: Workflow, *sides: Node) -> Workflow:
+    """With further side nodes."""
+    return replace(workflow, nodes=(*workflow.nodes, *sides))
+
+
+def of_previews(**changes: object) -> Workflow:
+    """GUARDED with other values in fields of the node that previews pass."""
+    return showing(UNSHOWN, PREVIEW, replace(GUARD_OF_PREVIEWS, **changes))  # type: ignore[arg-type]
+
+
+SECOND = replace(GUARD, name="second_guard", inputs=(Edge("guard", "image"),))
+TWICE = replace(showing(UNSHOWN, SECOND), outputs={"picture": "second_guard"}, output_ports={"picture": "image"})
+"""Two classes in a row."""
+
+REPAINTED_AND_JUDGED = replace(
+    showing(REPAINTED, replace(GUARD, name="second_guard", inputs=(Edge("again_decode", "picture", "image"),))),
+    outputs={"picture": "second_guard"},
+    output_ports={"picture": "image"},
+)
+"""Two classes, each behind a pass."""
+
+
+def side_of(shown: str) -> tuple[Node, Node]:
+    """Side nodes that show a step's rounds through a class."""
+    decode = replace(PREVIEW, inputs=(Edge(shown, "clean", "latents"),), shows=shown)
+    return decode, replace(GUARD_OF_PREVIEWS, shows=shown)
+
+
+def test_previews_may_pass_what_the_picture_passes() -> None:
+    third = replace(SECOND, name="third", inputs=(Edge("guard_preview", "image"),), shows="denoise")
+    for workflow in (
+        GUARDED,
+        JUDGED,
+        showing(TWICE, PREVIEW, GUARD_OF_PREVIEWS, third),
+        showing(REPAINTED, side_of("again")[0]),
+        showing(REPAINTED_AND_JUDGED, *side_of("again")),
+    ):
+        check_workflow(workflow)
+
+
 @pytest.mark.parametrize(
     ("workflow", "node", "input", "reason"),
     [
+        (showing(REPAINTED_AND_JUDGED, *side_of("denoise")), "guard_preview", "", "picture of second_guard passes"),
         (changed("left", inputs=()), "left", "a", "its input a is not connected"),
         (changed("left", inputs=(Edge("top", "mean", "a"),)), "left", "a", "takes tensor, and top.mean is number"),
         (changed("left", inputs=(Edge("top", "z", "a"),)), "left", "a", "top makes no z"),
@@ -104,8 +157,19 @@ def changed(name: str, **changes: object) -> Workflow:
         (replace(DIAMOND, inputs=(Port.of("vector", VECTOR, is_optional=True),)), "top", "a", "may be left out"),
         (replace(DIAMOND, outputs={"sum": "none"}, output_ports={"sum": "y"}), "none", "", "there is no node none"),
         (replace(DIAMOND, nodes=(*DIAMOND.nodes, Node("text", "text_encode"))), "", "picture", "a picture that is no"),
-        (replace(GUARDED, nodes=(*GUARDED.nodes, PREVIEW)), "preview", "", "do not pass through guard; leave it out"),
-        (replace(REPAINTED, nodes=(*REPAINTED.nodes, PREVIEW)), "preview", "", "do not pass through guard; leave it"),
+        (showing(UNSHOWN, PREVIEW), "preview", "", "what does not pass all nodes that the picture of guard passes"),
+        (showing(REPAINTED, PREVIEW), "preview", "", "what does not pass all nodes that the picture of again_decode"),
+        (showing(GUARDED, replace(PREVIEW, name="bare")), "bare", "", "what does not pass all nodes"),
+        (of_previews(given={"words": "prompt"}), "guard_preview", "", "what does not pass all nodes"),
+        (of_previews(role="inverter"), "guard_preview", "", "what does not pass all nodes"),
+        (
+            of_previews(literals={"strictness": 0.0}, given={"words": "prompt"}),
+            "guard_preview",
+            "",
+            "not pass all nodes",
+        ),
+        (of_previews(inputs=(Edge("decode", "picture", "image"),)), "guard_preview", "image", "a way out of a region"),
+        (showing(TWICE, PREVIEW, GUARD_OF_PREVIEWS), "guard_preview", "", "the picture of second_guard passes"),
         (replace(REPAINTED, is_mask_aware=True), "again_encode", "picture", "read pages of the request's own picture"),
         (
             replace(GUARDED, outputs={"picture": "guard"}, output_ports={"picture": "mean"}),
