@@ -105,7 +105,7 @@ class _SoundGraph:
             shown = self._random.choice(names)
             look = self._add((Edge(shown, "x", "in0"),), shows=shown)
             if self._random.random() < 0.5:
-                self._add((Edge(look, "x", "in0"), *self._edges(readable, first=1)), shows=shown)
+                self._add((Edge(look, "x", "in0"), Edge(self._random.choice(readable), "y", "in1")), shows=shown)
         return names
 
     def _grow_choice(self, readable: Sequence[str], depth: int) -> list[str]:

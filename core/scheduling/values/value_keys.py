@@ -62,7 +62,10 @@ def _num_shown(progress: Progress, node: Node, name: str, version: int) -> int:
     if not progress.pending:
         return 0
     sides = (side for side in progress.workflow.sides.get(node.name, ()) if side.name in progress.pending)
-    return sum(progress.round_of(side) == version and any(e.name == name for e in side.inputs) for side in sides)
+    read = node.name, name
+    return sum(
+        progress.round_of(side) == version and any((e.source, e.name) == read for e in side.inputs) for side in sides
+    )
 
 
 def _way(progress: Progress, reader: Node, node: Node, edge: Edge, version: int) -> str:

@@ -168,7 +168,12 @@ def test_previews_may_pass_what_the_picture_passes() -> None:
             "",
             "not pass all nodes",
         ),
-        (of_previews(inputs=(Edge("decode", "picture", "image"),)), "guard_preview", "image", "a way out of a region"),
+        (
+            showing(UNSHOWN, replace(GUARD_OF_PREVIEWS, inputs=GUARD.inputs)),
+            "decode",
+            "latents",
+            "a way out of a region",
+        ),
         (showing(TWICE, PREVIEW, GUARD_OF_PREVIEWS), "guard_preview", "", "the picture of second_guard passes"),
         (replace(REPAINTED, is_mask_aware=True), "again_encode", "picture", "read pages of the request's own picture"),
         (

@@ -189,10 +189,9 @@ def run_whole(progress: Progress) -> ValueTable:
 
 def progress_of(workflow: Workflow, data: st.DataObject) -> Progress:
     rounds = {region.name: data.draw(st.integers(1, 4)) for region in workflow.regions}
-    shown = {
-        side.name: preview_steps(rounds[workflow.node(side.shows).region], data.draw(st.integers(0, 2)))
-        for side in workflow.side_nodes
-    }
+    num_shown = {region.name: data.draw(st.integers(0, 2)) for region in workflow.regions}
+    regions = {side.name: workflow.node(side.shows).region for side in workflow.side_nodes}
+    shown = {side: preview_steps(rounds[region], num_shown[region]) for side, region in regions.items()}
     return Progress(workflow, rounds, shown)
 
 
