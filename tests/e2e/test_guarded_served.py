@@ -224,8 +224,8 @@ async def test_a_second_pass_paints_over_what_the_class_has_returned(engine: Asy
 
 
 async def test_an_edit_passes_the_class_again_when_its_ranks_die_meanwhile(engine: AsyncEngine, tmp_path: Path) -> None:
-    """Once: a model whose batches end ranks twice is not run for a while. All ranks, so that nothing is left of what was
-    decoded for the partial image.
+    """While it looks at a partial image, of whose decoded picture nothing is left then. Once: a model whose batches end
+    ranks twice is not run for a while.
     """
     waits = tmp_path / "waits"
     edit = asked(8, f"{BAD}, wait {waits}", partial_images=1)

@@ -22,7 +22,7 @@ from core.graph.workflows.controlled_inpaint import CONTROLLED_INPAINT
 from core.graph.workflows.hires import HIRES
 from core.graph.workflows.inpaint import INPAINT
 from core.graph.workflows.refined import REFINED
-from entrypoints.workflows import Image, Model, Workflow, steps
+from entrypoints.workflows import Image, Model, Workflow, choose, steps
 from entrypoints.workflows.compiler import compile_workflow
 from entrypoints.workflows.families import (
     VAE,
@@ -256,6 +256,59 @@ def test_a_class_reads_the_prompt_and_the_picture() -> None:
     graph = written.graph()
     assert graph.inputs == (Port.of("prompt", text(4096)), *INPAINT.inputs[1:])
     assert (graph.outputs, graph.output_ports) == ({"picture": "vae", "number": "reader"}, {"number": "number"})
+
+
+class Paint(Reader):
+    """A class that makes a picture of one."""
+
+    def setup_io(self) -> None:
+        self.add_input("image", Image)
+        self.add_input("words", str, required=False)
+        self.add_output("picture", Image)
+        self.add_output("verdict", str)
+
+
+def test_previews_pass_the_classes_that_the_picture_passes() -> None:
+    (graph,) = read_workflows([EXAMPLES / "guarded.py"]).workflows
+    assert [node.name for node in graph.side_nodes] == ["vae_preview", "safety_preview"]
+    w = Written()
+    first = Paint()(w.picture(), w.prompt)
+    w.workflow.add_output(Paint()(first.picture, first.verdict).picture, name="picture")
+    graph = w.graph()
+    assert [(node.name, [edge.source for edge in node.inputs]) for node in graph.side_nodes] == [
+        ("vae_preview", ["denoiser"]),
+        ("paint_preview", ["vae_preview"]),
+        ("paint_2_preview", ["paint_preview", "paint_preview"]),
+    ]
+    assert graph.node("paint_preview").given == {"words": "prompt"}
+
+
+def branching(w: Written) -> Any:
+    picture = w.picture()
+    painted = Paint()(picture)
+    return choose(painted.verdict, dark=lambda: Paint()(picture).picture, fine=lambda: painted.picture)
+
+
+def repeating(w: Written) -> Any:
+    picture = w.picture()
+    for _ in steps(3):
+        picture = Paint()(picture).picture
+    return picture
+
+
+def of_two_decodings(w: Written) -> Any:
+    first = w.picture()
+    w.denoiser = Denoiser()
+    return Paint()(first, Paint()(w.picture()).verdict).picture
+
+
+@pytest.mark.parametrize("write", [branching, repeating, of_two_decodings])
+def test_without_previews_where_these_cannot_pass_all_classes(write: Callable[[Written], Any]) -> None:
+    w = Written()
+    w.workflow.add_output(write(w), name="picture")
+    graph = w.graph()
+    assert graph.last_between is not None
+    assert not graph.side_nodes
 
 
 def literal_prompt(w: Written) -> None:
