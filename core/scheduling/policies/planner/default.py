@@ -17,7 +17,7 @@ from core.scheduling.policies.planner.groups import Groups, Prediction, Predicti
 from core.scheduling.policies.planner.lane_pass import LanePass
 from core.scheduling.policies.planner.pauses import Pauses
 from core.scheduling.policies.planner.plan import Plan, Planner, has_steps
-from core.scheduling.policies.planner.repeated_steps import RepeatedSteps
+from core.scheduling.policies.planner.repeated_steps import RepeatedSteps, WholePass
 from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_pass import eligible
@@ -45,7 +45,6 @@ class Default(SchedulingPolicy):
         self._seen: tuple[RankIds, int] = (), 0  # the live ranks when the plan was made, and what they had
         self._apart: frozenset[str] = frozenset()  # ids of the large requests in the plan
         self._costs: dict[str, StepCost] = {}  # of the steps of the others, by id
-        self._large: list[Request] = []  # of the last whole pass, those that may be given work
         self._passes_left = 0  # passes until the plan is made again
         # Written by events, and reset when the plan is looked at.
         self._is_slot_left = False  # a request may have left its slot
@@ -56,6 +55,7 @@ class Default(SchedulingPolicy):
 
     def on_result(self, batch: Batch, result: BatchResult) -> None:
         self._pauses.note(batch, result)
+        self._repeated.note_result(batch, result)
         for item in batch.items if not OPS[batch.op].serves_step else ():  # a ControlNet may be beside its step
             self._groups.note_done(item.request_id, batch.ranks)
 
@@ -65,7 +65,7 @@ class Default(SchedulingPolicy):
         self._costs.pop(request_id, None)
         if self._apart and self._costs and not self._groups.has_small:
             self._passes_left = 0  # small requests that had no slot when the large ones lined up have no ranks
-        self._repeated.drop(request_id)
+        self._repeated.forget()
         self._predictions.forget(request_id)
         self._groups.forget(request_id)
         self._homes.forget(request_id)
@@ -85,22 +85,26 @@ class Default(SchedulingPolicy):
         )
         if is_new:
             self._make_plan(view, now)
-        again: Sequence[Decision] | None = self._again(view)
+        again = None if is_new else self._repeated.next(view, self._plan, self._apart, self._groups.moving)
         if again is None and not is_new and self._is_stale(view):
             self._make_plan(view, now)
-        given_up, decisions = self._given_up(), again
-        if decisions is None:
-            decisions = self._whole_pass(view, now, given_up)
-            self._repeated.note(decisions)
+        given_up = self._given_up()
+        decisions: Sequence[Decision]
+        if again is not None:
+            decisions = again
+        else:
+            made = self._whole_pass(view, now, given_up)
+            self._repeated.note(view, made)
+            decisions = made.decisions
         given = (item for each in decisions if isinstance(each, Dispatch) for item in each.items)
         self._is_slot_left |= any(request.progress.steps_left == 1 for request, _ in given)
         return [*given_up, *decisions]
 
-    def _whole_pass(self, view: View, now: float, given_up: Sequence[GiveUp]) -> list[Decision]:
+    def _whole_pass(self, view: View, now: float, given_up: Sequence[GiveUp]) -> WholePass:
         """What all open ranks are to do."""
-        groups, self._large, lanes = dict[str, RankIds](), list[Request](), self._all_lanes(view)
+        groups, large, lanes = dict[str, RankIds](), list[Request](), self._all_lanes(view)
         if self._apart:
-            groups, self._large, lanes = self._groups.choose(view, now)
+            groups, large, lanes = self._groups.choose(view, now)
         return LanePass(
             view,
             apart=self._apart,
@@ -108,22 +112,10 @@ class Default(SchedulingPolicy):
             costs=self._costs,
             lanes=lanes,
             groups=groups,
-            large=self._large,
+            large=large,
             plan=self._plan,
             given_up=frozenset(each.request.id for each in given_up),
-        ).run()
-
-    def _again(self, view: View) -> list[Dispatch] | None:
-        """See `RepeatedSteps.next`."""
-        if self._plan.others or (self._apart and not self._groups.is_settled):
-            return None
-        running = view.requests.running
-        if self._large and not all(each.progress.steps_left for each in running):
-            return None  # ranks will be free soon
-        if self._apart and self._groups.has_others and not self._repeated.has_all(view.idle_ranks):
-            return None
-        served = [each for each in (*self._plan.served, *self._large) if has_steps(each)]
-        return self._repeated.next(view, served, self._homes)
+        ).run_whole()
 
     def _all_lanes(self, view: View) -> RankIds:
         """The lanes where all requests are small. Where ranks share each step, they have one lane."""

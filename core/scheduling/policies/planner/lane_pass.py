@@ -9,6 +9,7 @@ from core.graph.workflow import Node, op_of
 from core.handles import RankIds
 from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.policies.planner.plan import Plan, has_steps
+from core.scheduling.policies.planner.repeated_steps import WholePass
 from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
 from core.scheduling.policies.step_pass import StepPass
 from core.scheduling.requests.deadlines import due
@@ -116,6 +117,23 @@ class LanePass(StepPass):
                 else:
                     self._candidates.append((request, [node]))  # its inputs may have to be fetched
         return tokens
+
+    def run_whole(self) -> WholePass:
+        """All that is chosen, and whether that is all that is ready."""
+        decisions = self.run()
+        given = (item for each in decisions if isinstance(each, Dispatch) for item in each.items)
+        chosen = {(request.id, node.name) for request, node in given}
+        is_all = all(
+            (request.id, node.name) in chosen or self._is_later_step(request, node)
+            for request, ready in self._candidates
+            for node in ready
+        )
+        return WholePass(decisions, is_all)
+
+    def _is_later_step(self, request: Request, node: Node) -> bool:
+        """Whether a node is a step on ranks of which some are not open."""
+        is_step = node.name in request.workflow.step_names
+        return is_step and not self.view.open_ranks.issuperset(self._ranks_of(request, node))
 
     def run(self) -> list[Decision]:
         """All that is chosen. But of a rank that makes no steps while others do, only the batch that takes least time:

@@ -65,6 +65,7 @@ class Plan:
     # The requests that had a slot at the last `refill_slots`, lane by lane.
     served: list[Request] = field(default_factory=list)
     served_on: list[tuple[int, list[Request]]] = field(default_factory=list)  # (rank, those of one of its lanes)
+    _served_by: dict[int, list[Request]] = field(default_factory=dict)  # by rank
 
     def __post_init__(self) -> None:
         self.refill_slots()
@@ -76,7 +77,14 @@ class Plan:
         num_slots = len(self.served)
         self.served_on = [(lane.rank, lane.served) for lane in self.lanes]
         self.served = [request for _, served in self.served_on for request in served]
+        self._served_by = {}
+        for rank, served in self.served_on:
+            self._served_by.setdefault(rank, []).extend(served)
         return len(self.served) >= num_slots
+
+    def served_by(self, rank: int) -> Sequence[Request]:
+        """The requests that had a slot in a lane of this rank at the last `refill_slots`."""
+        return self._served_by.get(rank, ())
 
 
 def has_steps(request: Request) -> bool:

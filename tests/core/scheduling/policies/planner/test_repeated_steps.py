@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from random import Random
 
@@ -18,8 +18,7 @@ from core.messages.worker import CostSample
 from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.policies.planner.default import Default
 from core.scheduling.policies.planner.repeated_steps import RepeatedSteps
-from core.scheduling.policies.planner.step_homes import StepHomes
-from core.scheduling.requests.request import Request
+from core.scheduling.policies.planner.plan import Plan
 from core.scheduling.view import View
 
 
@@ -33,10 +32,10 @@ def compared(policy: Default) -> Iterator[list[bool]]:
     """While each pass of this policy is made in both ways; for each, whether it was a repetition."""
     were_repeated, find = list[bool](), RepeatedSteps.next
 
-    def both(self: RepeatedSteps, view: View, served: Sequence[Request], homes: StepHomes) -> list[Dispatch] | None:
-        found = find(self, view, served, homes)
+    def both(self: RepeatedSteps, view: View, plan: Plan, large: Collection[str], moving: frozenset[int]) -> list[Dispatch] | None:
+        found = find(self, view, plan, large, moving)
         if found is not None:
-            whole = policy._whole_pass(view, view._now, policy._given_up())
+            whole = policy._whole_pass(view, view._now, policy._given_up()).decisions
             assert sorted(map(_told, whole)) == sorted(map(_told, found))
         were_repeated.append(found is not None)
         return found
@@ -108,9 +107,9 @@ def test_steps_of_a_request_without_a_slot_are_not_repeated() -> None:
     site.scheduler.add(make_edit("a", steps=40))
     run_until(site, lambda: site.workers.steps_done("a") >= 5)
 
-    def asked(self: RepeatedSteps, view: View, served: Sequence[Request], homes: StepHomes) -> list[Dispatch] | None:
-        if again := find(self, view, served, homes):
-            found.append(find(self, view, [], homes))
+    def asked(self: RepeatedSteps, view: View, plan: Plan, large: Collection[str], moving: frozenset[int]) -> list[Dispatch] | None:
+        if again := find(self, view, plan, large, moving):
+            found.append(find(self, view, Plan(), large, moving))
         return again
 
     with pytest.MonkeyPatch.context() as patch:
