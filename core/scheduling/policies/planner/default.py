@@ -28,6 +28,9 @@ from core.scheduling.view import View
 PLAN_EVERY = 64
 """Passes after which a plan is made again although no request came or went, because predictions are not exact."""
 
+WAITS_FOR = 0.25
+"""Of many busy ranks, the share that may answer before a better plan is made: that is so much of a step."""
+
 HEADROOM = 1.03
 """Time until a request is due, as a multiple of the time that it may be planned to take: plans are not exact."""
 
@@ -45,13 +48,14 @@ class Default(SchedulingPolicy):
         self._seen: tuple[RankIds, int] = (), 0  # the live ranks when the plan was made, and what they had
         self._apart: frozenset[str] = frozenset()  # ids of the large requests in the plan
         self._costs: dict[str, StepCost] = {}  # of the steps of the others, by id
-        self._passes_left = 0  # passes until the plan is made again
+        self._age = PLAN_EVERY  # passes since the plan was made
+        self._is_wanted = False  # another plan may be better
         # Written by events, and reset when the plan is looked at.
         self._is_slot_left = False  # a request may have left its slot
         self._has_room = False  # a request has ended, or left its slot without a successor in its lane
 
     def on_arrival(self, request: Request) -> None:
-        self._passes_left = 0
+        self._is_wanted = True
 
     def on_result(self, batch: Batch, result: BatchResult) -> None:
         self._pauses.note(batch, result)
@@ -64,8 +68,8 @@ class Default(SchedulingPolicy):
             self._is_slot_left = self._has_room = True
         self._costs.pop(request_id, None)
         if self._apart and self._costs and not self._groups.has_small:
-            self._passes_left = 0  # small requests that had no slot when the large ones lined up have no ranks
-        self._repeated.forget()
+            self._is_wanted = True  # small requests that had no slot when the large ones lined up have no ranks
+        self._repeated.drop(request_id)
         self._predictions.forget(request_id)
         self._groups.forget(request_id)
         self._homes.forget(request_id)
@@ -79,10 +83,8 @@ class Default(SchedulingPolicy):
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         if not view.open_ranks:
             return ()
-        self._passes_left -= 1
-        is_new = (
-            self._passes_left < 0 or (view.ranks, view.residency_version) != self._seen or self._may_be_better(view)
-        )
+        self._age += 1
+        is_new = self._needs_plan(view)
         if is_new:
             self._make_plan(view, now)
         again = None if is_new else self._repeated.next(view, self._plan, self._apart, self._groups.moving)
@@ -126,6 +128,17 @@ class Default(SchedulingPolicy):
 
     # ------------------------------------------------------------------------------------------------ the plan
 
+    def _needs_plan(self, view: View) -> bool:
+        """Whether to make another plan now. While no rank had too little to do in the last whole pass, a better one may
+        wait for the answers of a share of the busy ranks, see WAITS_FOR.
+        """
+        if self._age > PLAN_EVERY or (view.ranks, view.residency_version) != self._seen:
+            return True
+        self._is_wanted |= self._may_be_better(view)
+        num_busy = len(view.ranks) - len(view.idle_ranks)
+        has_free = not self._repeated.idle <= self._groups.moving
+        return self._is_wanted and (has_free or self._age > WAITS_FOR * num_busy)
+
     def _may_be_better(self, view: View) -> bool:
         """Whether another plan may be better: there may be room for a request without a slot, or fewer requests should
         share steps. Slots that requests have left are refilled from their lanes first.
@@ -156,8 +169,8 @@ class Default(SchedulingPolicy):
 
     def _make_plan(self, view: View, now: float) -> None:
         """Decide which requests are large, which of the others are served, and in which order the large ones are."""
-        self._passes_left, self._seen = PLAN_EVERY, (view.ranks, view.residency_version)
-        self._is_slot_left = self._has_room = False
+        self._age, self._seen = 0, (view.ranks, view.residency_version)
+        self._is_wanted = self._is_slot_left = self._has_room = False
         self._repeated.forget()
         requests = eligible(view)
         small = {each.id for each in requests if self._predictions.is_small(view, each)}

@@ -6,7 +6,7 @@ looks only at the ranks whose steps have ended.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from core.handles import RankIds
@@ -30,13 +30,21 @@ class RepeatedSteps:
     def __init__(self) -> None:
         self._batches: dict[RankIds, Dispatch] = {}  # ranks -> their last batch, if that was one of steps
         self._by_rank: dict[int, Dispatch] = {}  # the same ones
-        self._idle: frozenset[int] = frozenset()  # open ranks that the last whole pass left without work
+        self.idle: frozenset[int] = frozenset()  # open ranks that the last whole pass left without work
         self._is_only_stepping = False
         """Whether only steps have ended since the last whole pass, and that one left no work for later."""
 
     def forget(self) -> None:
         """Note that other requests may be served from now on."""
         self._is_only_stepping = False
+
+    def drop(self, request_id: str) -> None:
+        """Note that a request has ended."""
+        self._is_only_stepping = False
+        self._keep(lambda batch: all(request.id != request_id for request, _ in batch.items))
+
+    def _keep(self, is_kept: Callable[[Dispatch], bool]) -> None:
+        self._batches = {ranks: last for ranks, last in self._batches.items() if is_kept(last)}
 
     def note_result(self, batch: Batch, result: BatchResult) -> None:
         """Note that a batch has ended."""
@@ -45,24 +53,24 @@ class RepeatedSteps:
         if last is None or last.items[0][1].op != batch.op or [request.id for request, _ in last.items] != items:
             self._is_only_stepping = False
         self._is_only_stepping &= not any(item.failure for item in result.items)
-        self._idle = self._idle.difference(batch.ranks)
+        self.idle = self.idle.difference(batch.ranks)
 
     def note(self, view: View, made: WholePass) -> None:
         """Note the work that ranks are given. Ranks that get two batches of steps have none to repeat."""
         given = [each for each in made.decisions if isinstance(each, Dispatch)]
         taken = [rank for each in given for rank in each.ranks]
         names = {request.id for each in given for request, _ in each.items}
-        self._batches = {
-            ranks: last
-            for ranks, last in self._batches.items()
-            if set(ranks).isdisjoint(taken) and names.isdisjoint(request.id for request, _ in last.items)
-        }
+        self._keep(
+            lambda last: (
+                names.isdisjoint(request.id for request, _ in last.items) and set(last.ranks).isdisjoint(taken)
+            )
+        )
         for each in given:
             request, node = each.items[0]
             if node.name in request.workflow.step_names and all(taken.count(rank) == 1 for rank in each.ranks):
                 self._batches[each.ranks] = each
         self._by_rank = {rank: last for ranks, last in self._batches.items() for rank in ranks}
-        self._idle = view.open_ranks.difference(taken)
+        self.idle = view.open_ranks.difference(taken)
         self._is_only_stepping = (
             made.is_all
             and len(given) == len(made.decisions)
@@ -73,7 +81,7 @@ class RepeatedSteps:
         """The batches that the ranks whose steps have ended are to repeat; None if there may be anything else to do.
         large: ids of the requests with groups. moving: ranks that are to have another group.
         """
-        asked = view.open_ranks - self._idle
+        asked = view.open_ranks - self.idle
         if not self._is_only_stepping or not asked or not asked.isdisjoint(moving) or view.jobs():
             return None
         batches = {last.ranks: last for rank in asked if (last := self._by_rank.get(rank)) is not None}

@@ -176,7 +176,6 @@ class Stress(LiveSite):
         assert not groups._large
         assert not homes._ranks
         assert not homes._costs
-        assert not repeated._names
         assert not repeated._batches
 
 
