@@ -137,7 +137,7 @@ class Default(SchedulingPolicy):
         self._is_wanted |= self._may_be_better(view)
         num_busy = len(view.ranks) - len(view.idle_ranks)
         has_free = not self._repeated.idle <= self._groups.moving
-        return self._is_wanted and (has_free or self._age > WAITS_FOR * num_busy)
+        return self._is_wanted and (has_free or self._age >= WAITS_FOR * num_busy)
 
     def _may_be_better(self, view: View) -> bool:
         """Whether another plan may be better: there may be room for a request without a slot, or fewer requests should
