@@ -119,16 +119,20 @@ class LanePass(StepPass):
         return tokens
 
     def run_whole(self) -> WholePass:
-        """All that is chosen, and whether that is all that is ready."""
+        """All that is chosen, and what is left."""
         decisions = self.run()
         given = (item for each in decisions if isinstance(each, Dispatch) for item in each.items)
         chosen = {(request.id, node.name) for request, node in given}
-        is_all = all(
-            (request.id, node.name) in chosen or self._is_later_step(request, node)
+        left = [
+            (request, node)
             for request, ready in self._candidates
             for node in ready
-        )
-        return WholePass(decisions, is_all)
+            if (request.id, node.name) not in chosen
+        ]
+        later = [self._ranks_of(request, node) for request, node in left if self._is_later_step(request, node)]
+        others = {each.id for each in self.plan.others if each.status is Status.WAITING and each.is_live}
+        is_all = len(later) == len(left) and others <= {name for name, _ in chosen}
+        return WholePass(decisions, is_all, frozenset(rank for ranks in later for rank in ranks))
 
     def _is_later_step(self, request: Request, node: Node) -> bool:
         """Whether a node is a step on ranks of which some are not open."""

@@ -21,7 +21,8 @@ class WholePass(NamedTuple):
     """What a pass over all requests has decided."""
 
     decisions: Sequence[Decision]
-    is_all: bool  # nothing that is ready is left but steps on ranks that were not open
+    is_all: bool  # nothing is left that may run now
+    later: frozenset[int]  # ranks of steps that are left, because not all of these were open
 
 
 class RepeatedSteps:
@@ -31,6 +32,7 @@ class RepeatedSteps:
         self._batches: dict[RankIds, Dispatch] = {}  # ranks -> their last batch, if that was one of steps
         self._by_rank: dict[int, Dispatch] = {}  # the same ones
         self.idle: frozenset[int] = frozenset()  # open ranks that the last whole pass left without work
+        self._later: frozenset[int] = frozenset()  # see WholePass
         self._is_only_stepping = False
         """Whether only steps have ended since the last whole pass, and that one left no work for later."""
 
@@ -61,16 +63,14 @@ class RepeatedSteps:
         taken = [rank for each in given for rank in each.ranks]
         names = {request.id for each in given for request, _ in each.items}
         self._keep(
-            lambda last: (
-                names.isdisjoint(request.id for request, _ in last.items) and set(last.ranks).isdisjoint(taken)
-            )
+            lambda last: names.isdisjoint(request.id for request, _ in last.items) and set(last.ranks).isdisjoint(taken)
         )
         for each in given:
             request, node = each.items[0]
             if node.name in request.workflow.step_names and all(taken.count(rank) == 1 for rank in each.ranks):
                 self._batches[each.ranks] = each
         self._by_rank = {rank: last for ranks, last in self._batches.items() for rank in ranks}
-        self.idle = view.open_ranks.difference(taken)
+        self.idle, self._later = view.open_ranks.difference(taken), made.later
         self._is_only_stepping = (
             made.is_all
             and len(given) == len(made.decisions)
@@ -82,7 +82,9 @@ class RepeatedSteps:
         large: ids of the requests with groups. moving: ranks that are to have another group.
         """
         asked = view.open_ranks - self.idle
-        if not self._is_only_stepping or not asked or not asked.isdisjoint(moving) or view.jobs():
+        if not self._is_only_stepping or not asked or not asked.isdisjoint(moving | self._later) or view.jobs():
+            return None
+        if large and not self.idle <= moving:  # a group may grow
             return None
         batches = {last.ranks: last for rank in asked if (last := self._by_rank.get(rank)) is not None}
         if sum(map(len, batches)) != len(asked) or not all(map(asked.issuperset, batches)):
