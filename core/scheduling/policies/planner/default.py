@@ -81,7 +81,7 @@ class Default(SchedulingPolicy):
         is_new = self._needs_plan(view)
         if is_new:
             self._make_plan(view, now)
-        again = None if is_new else self._repeated.next(view, self._plan, self._apart, self._groups.moving)
+        again = None if is_new else self._repeated.next(view, self._plan, self._apart, self._moving)
         if again is None and not is_new and self._is_stale(view):
             self._make_plan(view, now)
         given_up = self._given_up()
@@ -117,6 +117,11 @@ class Default(SchedulingPolicy):
         """The lanes where all requests are small. Where ranks share each step, they have one lane."""
         return view.ranks if view.config.degree == 1 else view.ranks[:1]
 
+    @property
+    def _moving(self) -> frozenset[int]:
+        """Ranks that are to have another group than they had in the last whole pass."""
+        return self._groups.moving if self._apart else frozenset()
+
     def _prediction(self, view: View, request: Request) -> Prediction:
         return self._predictions.of(view, request)
 
@@ -130,7 +135,7 @@ class Default(SchedulingPolicy):
             return True
         self._is_wanted |= self._may_be_better(view)
         num_busy = len(view.ranks) - len(view.idle_ranks)
-        has_free = not self._repeated.idle <= self._groups.moving
+        has_free = not self._repeated.idle <= self._moving
         return self._is_wanted and (has_free or self._age >= WAITS_FOR * num_busy)
 
     def _may_be_better(self, view: View) -> bool:
