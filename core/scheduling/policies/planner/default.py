@@ -93,7 +93,9 @@ class Default(SchedulingPolicy):
             self._repeated.note(view, made)
             decisions = made.decisions
         given = (item for each in decisions if isinstance(each, Dispatch) for item in each.items)
-        self._is_slot_left |= any(request.progress.steps_left == 1 for request, _ in given)
+        if any(request.progress.steps_left == 1 for request, _ in given):
+            self._is_slot_left = True
+            self._repeated.forget()  # another request may begin
         return [*given_up, *decisions]
 
     def _whole_pass(self, view: View, now: float, given_up: Sequence[GiveUp]) -> WholePass:
