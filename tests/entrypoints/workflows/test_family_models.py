@@ -311,6 +311,22 @@ def test_without_previews_where_these_cannot_pass_all_classes(write: Callable[[W
     assert not graph.side_nodes
 
 
+class Framed(Paint):
+    """A class with an input that ops have as a literal."""
+
+    def setup_io(self) -> None:
+        super().setup_io()
+        self.add_input("canvas", str)
+
+
+def test_a_literal_of_a_class_is_no_canvas() -> None:
+    w = Written()
+    w.workflow.add_output(Framed()(w.picture(), canvas="oak").picture, name="picture")
+    graph = w.graph()
+    assert not graph.canvases
+    assert {node.canvas for node in graph.nodes} == {""}
+
+
 def literal_prompt(w: Written) -> None:
     w.encoder("a hat")
 
@@ -541,6 +557,10 @@ def role_of_no_name(w: Written) -> None:
     Denoiser(role="the refiner")
 
 
+def encoding_role(w: Written) -> None:
+    VAE(role="refiner")(image=w.image, mode="encode")
+
+
 def role_of_another_part(w: Written) -> None:
     w.encoder = TextEncoder(role="x")
     w.denoiser = Denoiser(role="x_text_encoder")
@@ -590,6 +610,7 @@ REFUSED = {
     patched_refiner: "node denoiser: adapters are of the served model, and another plays refiner",
     patched_in_one_pass: "another step has other adapters",
     role_of_no_name: "Denoiser, role: it is 'the refiner'; a role is a Python identifier",
+    encoding_role: "VAE, role: control pictures are encoded by the served model's",
     role_of_another_part: "its role x_text_encoder is played by a transformer",
     unencoded_control: "node control_net, input ref_image: no request says it",
 }
