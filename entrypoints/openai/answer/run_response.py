@@ -27,7 +27,7 @@ class RunResponse(EngineResponse):
         self._call = call
 
     async def _run(self, record: RequestRecord, send: Send) -> None:
-        async with self._engine.run_files(record.request_id, self._call.asked, self._call.files) as results:
+        async with self._engine.run_files(record.request_id, self._call.asked, self._call.encoding) as results:
             self._submission.close()  # the engine has its own copy by now
             await send_json(send, await run_response(self._call, results))
 
@@ -37,7 +37,7 @@ async def run_response(call: RunCall, results: RunResults) -> Parts:
     head: dict[str, Any] = {"created": int(time.time())}
     if results.pictures:
         first = results.pictures[0]
-        head |= {"output_format": call.files.output_format, "size": f"{first.width}x{first.height}"}
+        head |= {"output_format": call.encoding.output_format, "size": f"{first.width}x{first.height}"}
     if call.safety_identifier:
         head["safety_identifier"] = call.safety_identifier
     parts: Parts = [msgspec.json.encode(head)[:-1] + b',"data":[']

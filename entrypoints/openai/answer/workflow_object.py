@@ -22,8 +22,18 @@ def own_ports(workflow: Workflow | None) -> dict[str, Any]:
     """
     if workflow is None or not workflow.has_own_ports:
         return {}
-    inputs = [_shown(port, port.form) | {"required": not port.is_optional} for port in OwnFields.of(workflow).ports]
+    own = OwnFields.of(workflow)
+    inputs = [_shown(port, port.form) | _range(own, port) | {"required": not port.is_optional} for port in own.ports]
     return {"inputs": inputs, "outputs": [_shown(port, port.form) for port in workflow.own_results]}
+
+
+def _range(own: OwnFields, port: Port) -> dict[str, Any]:
+    """The range of a number that says how many rounds a loop has; others have none of their own."""
+    return (
+        {"minimum": own.fields[port.name].low, "maximum": own.fields[port.name].high}
+        if port.name in own.counters
+        else {}
+    )
 
 
 def _shown(port: Port, form: Form | None) -> dict[str, Any]:
