@@ -134,13 +134,14 @@ def random_inputs(random: Random) -> dict[str, Any]:
 
 
 PROMPT = Port.of("prompt", text(4096))
+STAMP = picture(16, 16)
 GUARD = replace(
     _node(
         "guard",
         "guard",
-        {"image": picture(1024, 1024), "words": text(4096), "strictness": NUMBER},
+        {"image": picture(1024, 1024), "words": text(4096), "strictness": NUMBER, "stamp": STAMP},
         {"image": picture(1024, 1024), "is_bad": TRUTH, "mean": NUMBER},
-        optional=("strictness",),
+        optional=("strictness", "stamp"),
     ),
     inputs=(Edge("decode", "picture", "image"),),
     given={"words": "prompt", "strictness": "strictness"},
@@ -149,14 +150,14 @@ STRICTNESS = Port.of("strictness", NUMBER, is_optional=True)
 
 GUARDED = Workflow(
     "guarded",
-    (*(node for node in INPAINT.nodes if not node.shows), GUARD),
+    (*(node for node in INPAINT.nodes if not node.shows), replace(GUARD, given={**GUARD.given, "stamp": "stamp"})),
     {"picture": "guard", "is_bad": "guard", "mean": "guard"},
     INPAINT.regions,
-    (PROMPT, *INPAINT.inputs[1:], STRICTNESS),
+    (PROMPT, *INPAINT.inputs[1:], STRICTNESS, Port.of("stamp", STAMP, is_optional=True)),
     is_mask_aware=True,
     output_ports={"picture": "image", "is_bad": "is_bad", "mean": "mean"},
 )
-"""An edit whose picture a class of the user may black out."""
+"""An edit whose picture a class of the user may black out, or stamp."""
 
 JUDGED = Workflow(
     "judged",

@@ -13,7 +13,7 @@ class TensorFile:
     """A tensor whose bytes are in a file: little-endian, row by row."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # each side at least 0
     content: Upload
 
 

@@ -80,8 +80,6 @@ def _why_no_tensor(form: Form, file: TensorFile) -> str:
     """Why what is said of a tensor cannot be true; "": it can."""
     if problem := form.why_not(file.shape, file.dtype):
         return problem
-    if min(file.shape, default=0) < 0:
-        return f"its shape is {list(file.shape)}, and no side is less than 0"
     nbytes = math.prod(file.shape) * TENSOR_BYTES[file.dtype]
     if file.content.size != nbytes:
         return f"it has {file.content.size} bytes, and {file.dtype} {list(file.shape)} has {nbytes}"

@@ -29,11 +29,9 @@ def own_ports(workflow: Workflow | None) -> dict[str, Any]:
 
 def _range(own: OwnFields, port: Port) -> dict[str, Any]:
     """The range of a number that says how many rounds a loop has; others have none of their own."""
-    return (
-        {"minimum": own.fields[port.name].low, "maximum": own.fields[port.name].high}
-        if port.name in own.counters
-        else {}
-    )
+    if port.name not in own.counters:
+        return {}
+    return {"minimum": own.fields[port.name].low, "maximum": own.fields[port.name].high}
 
 
 def _shown(port: Port, form: Form | None) -> dict[str, Any]:

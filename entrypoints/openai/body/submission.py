@@ -9,12 +9,13 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
+from typing import Annotated, TypeVar, cast
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from core.errors import AbortedError, InvalidRequestError
+from core.graph.form import MAX_FORM_BYTES, MAX_SIDES, TENSOR_BYTES
 from core.lora import Lora
 from engine.client.input_files import InputFiles, TensorFile
 from entrypoints.openai.answer.errors import BodyTimeoutError, RequestTooLargeError, UnsupportedContentTypeError
@@ -38,11 +39,14 @@ _JsonImage = str | dict[str, msgspec.Raw]
 _JSON_IMAGE = "a data: URL or an object with one as 'image_url'"
 
 
+_Side = Annotated[int, msgspec.Meta(ge=0, le=MAX_FORM_BYTES)]
+
+
 class _JsonTensor(msgspec.Struct, forbid_unknown_fields=True):
     """A tensor of a JSON body, as answers show one."""
 
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: Annotated[str, msgspec.Meta(max_length=max(map(len, TENSOR_BYTES)))]
+    shape: Annotated[tuple[_Side, ...], msgspec.Meta(max_length=MAX_SIDES)]
     base64: str  # its bytes, little-endian, row by row
 
 
@@ -274,7 +278,11 @@ async def _take_own_tensor(submission: Submission, part: Part, max_upload_bytes:
             await body.feed(chunk)
             if len(body.text) > MAX_TEXT_BYTES:
                 raise _too_long(part.name, part.content.size)
-        await _keep_tensor(submission, part.name, msgspec.Raw(bytes(body.text)), body, max_upload_bytes)
+        try:
+            raw = decode_json(body.text, msgspec.Raw)
+        except InvalidRequestError as error:
+            raise _invalid_type(part.name, _JSON_TENSOR, "something else") from error
+        await _keep_tensor(submission, part.name, raw, body, max_upload_bytes)
 
 
 async def _keep_tensor(

@@ -22,14 +22,8 @@ MODEL_FIELD = "model"
 """The field that names a workflow, which is never an input of it."""
 
 FILE_FIELDS = (
-    "image",
-    "images",
-    "mask",
-    "mask_image",
-    "reference_image",
-    "reference_images",
-    "control_image",
-    "markup",
+    *("image", "images", "mask", "mask_image", "markup"),
+    *("reference_image", "reference_images", "control_image"),
 )
 """Names of the pictures that edits and generations take."""
 
