@@ -407,7 +407,10 @@ def test_a_class_that_fails_fails_its_request_alone_and_tells_nothing(
 
 def test_nothing_that_is_sent_is_an_error_of_the_server(raw: httpx.Client) -> None:
     """Random fields and files of random kinds: each is answered or refused."""
-    rng, values = random.Random(5), ("", "1", "-0.5", "true", "null", "[]", "\x00", "a" * 5000, "1e999", "ü", json.dumps(SMALL))
+    rng, values = (
+        random.Random(5),
+        ("", "1", "-0.5", "true", "null", "[]", "\x00", "a" * 5000, "1e999", "ü", json.dumps(SMALL)),
+    )
     names = [
         "image",
         "image[]",

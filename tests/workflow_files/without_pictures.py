@@ -1,0 +1,66 @@
+"""Workflows of a user that see no pictures: of a text, of tensors, and a loop."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from entrypoints.workflows import Model, Workflow, steps, tensor
+
+
+class Count(Model):
+    """The number of characters."""
+
+    def setup_io(self) -> None:
+        self.add_input("prompt", str)
+        self.add_output("length", int)
+
+    def load(self, device: str, dtype: torch.dtype) -> None:
+        """It has no weights."""
+
+    def execute(self, prompt: str) -> dict[str, object]:
+        return {"length": len(prompt)}
+
+
+class Sum(Model):
+    """The sum of all numbers, and how many flags are set."""
+
+    def setup_io(self) -> None:
+        self.add_input("numbers", tensor("float64", 3, 65536))
+        self.add_input("flags", tensor("bool", 4), required=False)
+        self.add_output("sum", float)
+
+    def load(self, device: str, dtype: torch.dtype) -> None:
+        """It has no weights."""
+
+    def execute(self, numbers: Tensor, flags: Tensor | None = None) -> dict[str, object]:
+        return {"sum": float(numbers.sum()) + (0 if flags is None else int(flags.sum()))}
+
+
+class Add(Model):
+    """Two more."""
+
+    def setup_io(self) -> None:
+        self.add_input("number", int)
+        self.add_output("number", int)
+
+    def load(self, device: str, dtype: torch.dtype) -> None:
+        """It has no weights."""
+
+    def execute(self, number: int) -> dict[str, object]:
+        return {"number": number + 2}
+
+
+with Workflow(name="length") as length:
+    length.add_output(Count()(length.add_input("prompt", str)), name="length")
+
+with Workflow(name="sum") as total:
+    numbers = total.add_input("numbers", tensor("float64", 3, 65536))
+    flags = total.add_input("flags", tensor("bool", 4), required=False)
+    total.add_output(Sum()(numbers, flags), name="sum")
+
+with Workflow(name="count") as counting:
+    number, rounds = counting.add_input("number", int), counting.add_input("rounds", int)
+    for _ in steps(rounds):
+        number = Add()(number)
+    counting.add_output(number, name="number")
