@@ -19,116 +19,17 @@ from pictures import decode, encode, photo
 from server_process import ServerProcess, fork
 
 API_KEY = "sk-local"
-SAFETY = Path(__file__).resolve().parents[2] / "examples" / "workflows" / "safety.py"
-OWN = """
-from entrypoints.workflows import Image, Model, Workflow, picture, steps, tensor, text
-
-
-class Inspect(Model):
-    def setup_io(self):
-        self.add_input("image", Image)
-        self.add_input("count", int)
-        self.add_input("strength", float, required=False)
-        self.add_input("flip", bool, required=False)
-        self.add_input("words", text(16), required=False)
-        self.add_input("style", picture(32, 48), required=False)
-        for name, kind in (("count", int), ("strength", float), ("flip", bool), ("words", text(32))):
-            self.add_output(name, kind)
-        self.add_output("picture", Image)
-        self.add_output("style", picture(32, 48))
-        self.add_output("means", tensor("float32", 3))
-
-    def load(self, device, dtype):
-        pass
-
-    def execute(self, image, count, strength=0.5, flip=False, words="none", style=None):
-        if words == "fail":
-            raise ValueError("/secret/path")
-        return {
-            "count": count + 1,
-            "strength": strength * 2,
-            "flip": not flip,
-            "words": words + "!",
-            "picture": image.flip(1) if flip else image,
-            "style": image[:1, :1] if style is None else style,
-            "means": image.float().mean((0, 1)),
-        }
-
-
-with Workflow(name="inspect") as inspect:
-    values = {
-        "image": inspect.add_input("image", Image),
-        "count": inspect.add_input("count", int),
-        "strength": inspect.add_input("strength", float, required=False),
-        "flip": inspect.add_input("flip", bool, required=False),
-        "words": inspect.add_input("words", text(16), required=False),
-        "style": inspect.add_input("style", picture(32, 48), required=False),
-    }
-    made = Inspect()(**values)
-    for name in ("style", "picture", "count", "strength", "flip", "words", "means"):
-        inspect.add_output(getattr(made, name), name=name)
-
-
-class Count(Model):
-    def setup_io(self):
-        self.add_input("prompt", str)
-        self.add_output("length", int)
-
-    def load(self, device, dtype):
-        pass
-
-    def execute(self, prompt):
-        return {"length": len(prompt)}
-
-
-class Sum(Model):
-    def setup_io(self):
-        self.add_input("numbers", tensor("float64", 3, 65536))
-        self.add_input("flags", tensor("bool", 4), required=False)
-        self.add_output("sum", float)
-
-    def load(self, device, dtype):
-        pass
-
-    def execute(self, numbers, flags=None):
-        return {"sum": float(numbers.sum()) + (0 if flags is None else int(flags.sum()))}
-
-
-with Workflow(name="length") as length:
-    length.add_output(Count()(length.add_input("prompt", str)), name="length")
-
-with Workflow(name="sum") as total:
-    numbers = total.add_input("numbers", tensor("float64", 3, 65536))
-    flags = total.add_input("flags", tensor("bool", 4), required=False)
-    total.add_output(Sum()(numbers, flags), name="sum")
-
-
-class Add(Model):
-    def setup_io(self):
-        self.add_input("number", int)
-        self.add_output("number", int)
-
-    def load(self, device, dtype):
-        pass
-
-    def execute(self, number):
-        return {"number": number + 2}
-
-
-with Workflow(name="count") as counting:
-    number, rounds = counting.add_input("number", int), counting.add_input("rounds", int)
-    for step in steps(rounds):
-        number = Add()(number)
-    counting.add_output(number, name="number")
-"""
+ROOT = Path(__file__).resolve().parents[2]
+FILES = (ROOT / "tests" / "workflow_files", ROOT / "examples" / "workflows" / "safety.py")
 
 
 @pytest.fixture(scope="module")
 def server(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("workflows")
-    (folder / "own.py").write_text(OWN)
-    flags = ("--api-key", API_KEY, "--max-upload-bytes", "1000000", "--workflow", str(folder / "own.py"))
-    server = fork(folder / "scratch", *server_flags, *flags, "--workflow", str(SAFETY))
+    flags = ["--api-key", API_KEY, "--max-upload-bytes", "1000000"]
+    for file in FILES:
+        flags += ["--workflow", str(file)]
+    server = fork(folder / "scratch", *server_flags, *flags)
     yield server
     assert server.stop() == 0, server.log.read_text()
 
@@ -407,10 +308,8 @@ def test_a_class_that_fails_fails_its_request_alone_and_tells_nothing(
 
 def test_nothing_that_is_sent_is_an_error_of_the_server(raw: httpx.Client) -> None:
     """Random fields and files of random kinds: each is answered or refused."""
-    rng, values = (
-        random.Random(5),
-        ("", "1", "-0.5", "true", "null", "[]", "\x00", "a" * 5000, "1e999", "ü", json.dumps(SMALL)),
-    )
+    rng = random.Random(5)
+    values = ("", "1", "-0.5", "true", "null", "[]", "\x00", "a" * 5000, "1e999", "ü", json.dumps(SMALL))
     names = [
         "image",
         "image[]",
