@@ -38,7 +38,7 @@ def class_inputs(workflow: Workflow, given: Mapping[str, ClassInput]) -> tuple[d
             values[name] = cast(RunValue, value)
     if lacking := next((port for port in ports if not port.is_optional and port.name not in given), None):
         raise InvalidRequestError(
-            f"Missing input '{lacking.name}' of workflow '{workflow.name}': give it, a {lacking.form}.",
+            f"Missing input '{lacking.name}' of workflow '{workflow.name}'; give one: {lacking.form}.",
             param=lacking.name,
             code="missing_required_parameter",
         )
