@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +18,9 @@ from PIL import Image
 
 from core.config import EMBEDDED_MODEL, ModelConfig
 from core.errors import InvalidRequestError, StencilError
+from core.graph.workflow import Workflow
 from core.ipc.logs import one_line
+from core.run_class import RunClass
 from core.sampling_params import SamplingParams
 from entrypoints.class_inputs import ClassInput, class_inputs
 from entrypoints.image_engine import Edit, EditResult, ImageEngine
@@ -47,7 +50,7 @@ def _edit(args: argparse.Namespace) -> str:
     _require(args, "image", "prompt", "output")
     edit = _edit_of(args, {})
     _check_picture(args.output)
-    result = _made(ImageEngine(models=[_model_of(args)]), edit, args)
+    result = _made(args, edit)
     save(result.images[0], args.output)
     return f"{args.output}  seed {result.seeds[0]}  mask ratio {result.reports[0].mask_ratio:.2f}"
 
@@ -69,28 +72,33 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str,
     places = places_of(workflow, args.output)
     for path in places.values():
         _check_place(path) if path.suffix == ".npy" else _check_picture(path)
-    model = _model_of(args, "" if is_alone else workflow.name)
-    engine = ImageEngine(models=[model], classes=classes, workflows=[workflow])
-    result = _made(engine, asked, args, workflow.name if is_alone else "")
+    result = _made(args, asked, workflow, classes)
     values = {**result.values, **({} if is_alone else {"picture": result.images[0]})}
     for name, path in places.items():
         _write(values.pop(name), path)
     return {"files": {name: str(path) for name, path in places.items()}, "values": values}
 
 
-def _model_of(args: argparse.Namespace, workflow: str = "") -> ModelConfig:
-    return ModelConfig(
-        model=args.model, dtype=args.dtype, device=args.device, segmenter=tuple(args.segmenter), workflow=workflow
-    )
-
-
 def _made(
-    engine: ImageEngine, asked: Edit | dict[str, ClassInput], args: argparse.Namespace, model: str = ""
+    args: argparse.Namespace,
+    asked: Edit | dict[str, ClassInput],
+    workflow: Workflow | None = None,
+    classes: Sequence[RunClass] = (),
 ) -> EditResult:
-    """The one result. Closes the engine. Raises StencilError."""
-    with engine:
-        sampling = SamplingParams(num_inference_steps=args.num_inference_steps, seed=args.seed)
-        (result,) = engine.generate([asked], sampling, model=model, use_tqdm=False)
+    """What the model makes of an Edit, or the workflow of its inputs. Raises StencilError."""
+    sampling = SamplingParams(num_inference_steps=args.num_inference_steps, seed=args.seed)
+    name = "" if workflow is None else workflow.name
+    is_alone = not isinstance(asked, Edit)
+    model = ModelConfig(
+        model=args.model,
+        dtype=args.dtype,
+        device=args.device,
+        segmenter=tuple(args.segmenter),
+        workflow="" if is_alone else name,
+    )
+    workflows = () if workflow is None else (workflow,)
+    with ImageEngine(models=[model], classes=classes, workflows=workflows) as engine:
+        (result,) = engine.generate([asked], sampling, model=name if is_alone else "", use_tqdm=False)
     if result.error is not None:
         raise result.error
     return result

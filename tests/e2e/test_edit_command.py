@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from PIL import Image
 from server_process import ROOT
@@ -100,6 +101,11 @@ def test_invalid_arguments_are_refused_before_a_model_is_loaded(
 FILES = ROOT / "tests" / "workflow_files"
 
 
+def picture_at(path: Path) -> npt.NDArray[np.uint8]:
+    with Image.open(path) as picture:
+        return np.asarray(picture.convert("RGB"))
+
+
 def printed(capsys: pytest.CaptureFixture[str], *words: str, model: Path) -> Any:
     """What a workflow's command prints."""
     assert main(["--model", str(model), *words]) == 0, capsys.readouterr().err
@@ -117,10 +123,10 @@ def test_a_workflow_writes_its_pictures_and_tensors_and_prints_the_rest(
     assert made["values"] == {"count": -3, "strength": 4.0, "flip": True, "words": "a=b!"}
     places = {"style": "out-style.png", "picture": "out.png", "means": "out-means.npy"}
     assert made["files"] == {name: str(source.with_name(place)) for name, place in places.items()}
-    pixels = np.asarray(Image.open(out))
-    np.testing.assert_array_equal(pixels, np.asarray(Image.open(source).convert("RGB")))
+    pixels = picture_at(out)
+    np.testing.assert_array_equal(pixels, picture_at(source))
     np.testing.assert_allclose(np.load(source.with_name("out-means.npy")), pixels.mean((0, 1)), rtol=1e-5)
-    assert Image.open(source.with_name("out-style.png")).size == (1, 1)
+    assert picture_at(source.with_name("out-style.png")).shape == (1, 1, 3)
 
 
 def test_a_workflow_may_take_a_tensor_and_make_no_file(
@@ -148,9 +154,10 @@ def test_a_model_edits_by_a_workflow(
     workflow = ["--workflow", str(ROOT / "examples" / "workflows" / "guarded.py"), "--input", "most_red=-255"]
     made = printed(capsys, *words, *workflow, model=model)
     assert made == {"files": {"picture": str(out)}, "values": {"is_safe": False}}
-    assert not np.asarray(Image.open(out))[:4, :4, :3].any()
+    assert not picture_at(out)[:4, :4].any()
 
 
+WHOLE = ("--input", "image=@{}", "--input", "count=1")
 INSPECT = ("--workflow", str(FILES / "inspecting.py"), "-o", "out.png")
 
 
@@ -158,19 +165,19 @@ INSPECT = ("--workflow", str(FILES / "inspecting.py"), "-o", "out.png")
     ("words", "told"),
     [
         ((*INSPECT, "--input", "image=@none.png", "--input", "count=1"), "Cannot read 'none.png': No such file"),
-        ((*INSPECT, "--input", "image=none.png", "--input", "count=1"), "Invalid 'image': it is a picture of up to 2048"),
+        ((*INSPECT, "--input", "image=none.png", "--input", "count=1"), "Invalid 'image': it is a picture of up to"),
         ((*INSPECT, "--input", "image=@{}"), "Missing input 'count' of workflow 'inspect'; give one: integer"),
         ((*INSPECT, "--input", "count=1.5"), "Invalid type for 'count': expected an integer"),
         ((*INSPECT, "--input", "count=1", "--input", "count=2"), "Invalid 'count': given more than once"),
         ((*INSPECT, "--input", "who=1"), "Invalid 'who': workflow 'inspect' has no such input; it takes image, count"),
         ((*INSPECT, "--input", "who"), "Invalid '--input who': give NAME=VALUE, or NAME=@FILE"),
-        ((*INSPECT, "--input", "image=@{}", "--input", "count=1", "{}"), "Invalid 'image': workflow 'inspect' takes all"),
-        ((*INSPECT, "--input", "image=@{}", "--input", "count=1", "--seed", "1"), "Invalid '--seed': workflow 'inspect'"),
-        ((*INSPECT[:2], "--input", "image=@{}", "--input", "count=1"), "Missing '--output': the workflow makes style"),
-        ((*INSPECT[:3], "out.gif", "--input", "image=@{}", "--input", "count=1"), "its name must end in .png"),
+        ((*INSPECT, *WHOLE, "{}"), "Invalid 'image': workflow 'inspect' takes all"),
+        ((*INSPECT, *WHOLE, "--seed", "1"), "Invalid '--seed': workflow 'inspect'"),
+        ((*INSPECT[:2], *WHOLE), "Missing '--output': the workflow makes style"),
+        ((*INSPECT[:3], "out.gif", *WHOLE), "its name must end in .png"),
         (("--workflow", str(FILES / "without_pictures.py")), "has several, length, sum, count; give a file with one"),
         (("--workflow", "none.py"), "none.py: cannot be read"),
-        (("{}", "--prompt", "p", "-o", "out.png", "--input", "x=1"), "a workflow takes inputs; name its file by --workflow"),
+        (("{}", "--prompt", "p", "-o", "out.png", "--input", "x=1"), "a workflow takes inputs; name its file"),
         (("{}", "-o", "out.png"), "Missing '--prompt': an edit needs it"),
     ],
 )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from entrypoints.workflows import Model, Workflow, steps, tensor
+
+if TYPE_CHECKING:  # so that its import is fast
+    import torch
+    from torch import Tensor
 
 
 class Count(Model):
