@@ -132,18 +132,10 @@ def test_a_workflow_writes_its_pictures_and_tensors_and_prints_the_rest(
 def test_a_workflow_may_take_a_tensor_and_make_no_file(
     tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "sum.py"
-    file.write_text((FILES / "without_pictures.py").read_text().partition('with Workflow(name="length")')[0] + SUM)
     np.save(tmp_path / "numbers.npy", np.arange(6.0).reshape(2, 3))
     numbers = f"numbers=@{tmp_path / 'numbers.npy'}"
-    made = printed(capsys, "--workflow", str(file), "--input", numbers, model=tiny_checkpoint)
+    made = printed(capsys, "--workflow", str(FILES / "summing.py"), "--input", numbers, model=tiny_checkpoint)
     assert made == {"files": {}, "values": {"sum": 15.0}}
-
-
-SUM = """
-with Workflow(name="sum") as total:
-    total.add_output(Sum()(total.add_input("numbers", tensor("float64", 3, 65536))), name="sum")
-"""
 
 
 def test_a_model_edits_by_a_workflow(
@@ -175,7 +167,7 @@ INSPECT = ("--workflow", str(FILES / "inspecting.py"), "-o", "out.png")
         ((*INSPECT, *WHOLE, "--seed", "1"), "Invalid '--seed': workflow 'inspect'"),
         ((*INSPECT[:2], *WHOLE), "Missing '--output': the workflow makes style"),
         ((*INSPECT[:3], "out.gif", *WHOLE), "its name must end in .png"),
-        (("--workflow", str(FILES / "without_pictures.py")), "has several, length, sum, count; give a file with one"),
+        (("--workflow", str(FILES / "without_pictures.py")), "has several, length, count; give a file with one"),
         (("--workflow", "none.py"), "none.py: cannot be read"),
         (("{}", "--prompt", "p", "-o", "out.png", "--input", "x=1"), "a workflow takes inputs; name its file"),
         (("{}", "-o", "out.png"), "Missing '--prompt': an edit needs it"),

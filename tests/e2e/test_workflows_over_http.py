@@ -131,7 +131,7 @@ def test_a_workflow_without_a_picture_answers_with_values_alone(client: openai.O
 
 def test_the_list_of_models_says_what_workflows_take_and_make(client: openai.OpenAI) -> None:
     models = client.models.list().data
-    assert [model.id for model in models] == ["tiny/fill", "inspect", "length", "sum", "count", "safety"]
+    assert [model.id for model in models] == ["tiny/fill", "inspect", "sum", "length", "count", "safety"]
     inspect = client.models.retrieve("inspect").to_dict()
     assert inspect == models[1].to_dict()
     assert inspect["modality"] == "workflow"

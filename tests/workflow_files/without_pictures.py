@@ -1,14 +1,13 @@
-"""Workflows of a user that see no pictures: of a text, of tensors, and a loop."""
+"""Workflows of a user that see no pictures: of a text, and a loop."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from entrypoints.workflows import Model, Workflow, steps, tensor
+from entrypoints.workflows import Model, Workflow, steps
 
 if TYPE_CHECKING:  # so that its import is fast
     import torch
-    from torch import Tensor
 
 
 class Count(Model):
@@ -23,21 +22,6 @@ class Count(Model):
 
     def execute(self, prompt: str) -> dict[str, object]:
         return {"length": len(prompt)}
-
-
-class Sum(Model):
-    """The sum of all numbers, and how many flags are set."""
-
-    def setup_io(self) -> None:
-        self.add_input("numbers", tensor("float64", 3, 65536))
-        self.add_input("flags", tensor("bool", 4), required=False)
-        self.add_output("sum", float)
-
-    def load(self, device: str, dtype: torch.dtype) -> None:
-        """It has no weights."""
-
-    def execute(self, numbers: Tensor, flags: Tensor | None = None) -> dict[str, object]:
-        return {"sum": float(numbers.sum()) + (0 if flags is None else int(flags.sum()))}
 
 
 class Add(Model):
@@ -56,11 +40,6 @@ class Add(Model):
 
 with Workflow(name="length") as length:
     length.add_output(Count()(length.add_input("prompt", str)), name="length")
-
-with Workflow(name="sum") as total:
-    numbers = total.add_input("numbers", tensor("float64", 3, 65536))
-    flags = total.add_input("flags", tensor("bool", 4), required=False)
-    total.add_output(Sum()(numbers, flags), name="sum")
 
 with Workflow(name="count") as counting:
     number, rounds = counting.add_input("number", int), counting.add_input("rounds", int)
