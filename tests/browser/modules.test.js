@@ -104,7 +104,7 @@ test("a long mask is a file of its own", () => {
 test("snippets send references behind the picture, each under a name of its own", () => {
   const pictures = ["image.png", "o'k.png", "image.png", "image.png"].map((name) => ({ file: { name }, url: null }));
   const [picture, ...references] = pictures;
-  const named = (picture, ...references) => namedFiles(picture, { references, control: null }).map(({ name }) => name);
+  const named = (picture, ...references) => namedFiles(picture, { references, control: null, inputs: {} }).map(({ name }) => name);
   assert.deepEqual(named(...pictures), ["image.png", "o'k.png", "image-2.png", "image-3.png"]);
   assert.deepEqual(named({ file: { name: "a" } }, { file: { name: "a" } }), ["a", "a-2"]);
   assert.deepEqual(named({ file: { name: "edited.png" } }, { file: { name: "mask.png" } }), ["edited-2.png", "mask-2.png"]);
