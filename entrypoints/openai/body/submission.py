@@ -37,9 +37,11 @@ T = TypeVar("T")
 _JsonImage = str | dict[str, msgspec.Raw]
 """An image of a JSON body: a data: URL, or an object with `image_url`, as OpenAI's API has it."""
 _JSON_IMAGE = "a data: URL or an object with one as 'image_url'"
-
-
+_JSON_TENSOR = "an object of JSON with 'dtype', 'shape' and 'base64'"
 _Side = Annotated[int, msgspec.Meta(ge=0, le=MAX_FORM_BYTES)]
+_UPLOAD_FIELDS = ("image", "mask", "mask_image")
+_FILE_FIELDS = (*_UPLOAD_FIELDS, "reference_image", "control_image", "markup")
+_PICTURE_LISTS = ("image", "reference_image", "control_image")
 
 
 class _JsonTensor(msgspec.Struct, forbid_unknown_fields=True):
@@ -48,12 +50,6 @@ class _JsonTensor(msgspec.Struct, forbid_unknown_fields=True):
     dtype: Annotated[str, msgspec.Meta(max_length=max(map(len, TENSOR_BYTES)))]
     shape: Annotated[tuple[_Side, ...], msgspec.Meta(max_length=MAX_SIDES)]
     base64: str  # its bytes, little-endian, row by row
-
-
-_JSON_TENSOR = "an object of JSON with 'dtype', 'shape' and 'base64'"
-_UPLOAD_FIELDS = ("image", "mask", "mask_image")
-_FILE_FIELDS = (*_UPLOAD_FIELDS, "reference_image", "control_image", "markup")
-_PICTURE_LISTS = ("image", "reference_image", "control_image")
 
 
 @dataclass
@@ -306,7 +302,11 @@ async def _take_own_text(submission: Submission, part: Part, own: OwnFields, fie
 def _refuse_split(name: str, own: OwnFields | None) -> None:
     """Refuse what some clients make of an object or array: left out, the picture would be another one."""
     base, bracket, _ = name.partition("[")
-    what = "a name or JSON" if base == "lora" else "JSON" if own and base in own.tensors else ""
+    what = ""
+    if own and base in own.tensors:
+        what = "JSON"
+    elif base == "lora" and not (own and own.is_alone):
+        what = "a name or JSON"
     if bracket and what:
         message = f"Invalid '{base}': in a form it is one text, {what}, and not spread over several fields."
         raise InvalidRequestError(message, param=base)

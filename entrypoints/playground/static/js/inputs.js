@@ -4,6 +4,7 @@ import { BadField } from "./settings.js";
 import { tensorText } from "./tensor.js";
 
 const MOST_INTEGER = 2n ** 63n - 1n;
+const WHOLE = /^[+-]?\d{1,19}$/;
 
 /** The fields of one workflow, in an element that holds nothing else. */
 export class Inputs {
@@ -136,7 +137,7 @@ function tensorIn(input, element, text) {
 function fits({ type, minimum, maximum, max_bytes: bytes }, value) {
   switch (type) {
     case "integer":
-      return /^[+-]?\d{1,19}$/.test(value) && BigInt(value.replace("+", "")) >= (minimum ?? -MOST_INTEGER - 1n) && BigInt(value.replace("+", "")) <= (maximum ?? MOST_INTEGER);
+      return WHOLE.test(value) && isWithin(BigInt(value.replace("+", "")), minimum ?? -MOST_INTEGER - 1n, maximum ?? MOST_INTEGER);
     case "number":
       return Number.isFinite(Number(value));
     case "string":
@@ -144,4 +145,8 @@ function fits({ type, minimum, maximum, max_bytes: bytes }, value) {
     default:
       return true; // of a picture the server tells
   }
+}
+
+function isWithin(value, low, high) {
+  return low <= value && value <= high;
 }
