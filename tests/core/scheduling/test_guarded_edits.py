@@ -141,7 +141,7 @@ def test_what_admission_predicts_counts_the_class() -> None:
     shape = RequestShape.of_request(guarded("a"), MODEL, workflows)
     assert Weights("guard", "class") in shape.needed
     (run,) = [each for each in shape.encodings if each.op == "run"]
-    assert (run.model, run.image_tokens) == ("guard", 3 * 256 * 256 + len("a red shirt") + 1)
+    assert (run.model, run.image_tokens) == ("guard", 3 * 256 * 256 + len("a red shirt") + 2)
     fleet = Fleet(1, 8)
     line = CostLine("guard", "run", (0.25, 0.0, 0.0, 0.0, 0.0, 0.0))
     fleet.costs.observe(EngineCosts((*make_costs(other=0.5).lines, line), ()))
