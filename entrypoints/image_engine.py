@@ -236,8 +236,8 @@ class ImageEngine:
 
         edits: of models, Edits; of a workflow of users' classes alone, its inputs by name. sampling_params: one for all
         edits, or one per edit; of a workflow alone, its priority and timeout. model: name of the model, for edits that
-        name none, or of the workflow. Raises InvalidRequestError if there are not as many of them as edits, or for
-        values of another type.
+        name none, or of the workflow. Raises InvalidRequestError if the number of sampling_params differs from that of
+        edits, or for values of another type.
         """
         self._check_open()
         edits = _all_of("edits", edits, Edit | Mapping)  # type: ignore[arg-type]
@@ -405,8 +405,8 @@ async def _run(
 ) -> EditResult:
     workflow = engine.workflows.get(model)
     if workflow is None:
-        engine.choose_model(model)  # which tells where there is nothing of this name
-        problem = f"'{model or 'the first model'}' is a model; give it an Edit, with inputs of its workflow in 'inputs'"
+        name = engine.choose_model(model).model.name
+        problem = f"'{name}' is a model; give it an Edit, with inputs of its workflow in 'inputs'"
         raise InvalidRequestError(f"Invalid 'edits': {problem}.", param="edits")
     _check_no_sampling(sampling, workflow)
     inputs, files = await asyncio.to_thread(class_inputs, workflow, given)

@@ -170,16 +170,16 @@ class AsyncEngine:
         """Run a workflow of users' classes that was registered at the start; its results, by name. Cancelling it aborts
         it.
 
-        Raises InvalidRequestError that names the input, OverloadedError, DeadlineExceededError, EngineError and its
-        subclasses, of which RunError names the node that has failed.
+        Raises InvalidRequestError and its subclasses, naming the input; OverloadedError, DeadlineExceededError,
+        EngineError and its subclasses, of which RunError names the node that has failed.
         """
         with self._running(request_id, asked) as session:
             return await session.run()
 
     @asynccontextmanager
     async def run_files(self, request_id: str, asked: RunInput, encoding: RunEncoding) -> AsyncIterator[RunResults]:
-        """A run, made on entering as by `run`, that returns pictures as files. Its results are in shared
-        memory until the context is left. Raises InvalidImageError, too.
+        """A run, made on entering as by `run`, that returns pictures as files. Its results are in shared memory until
+        the context is left.
         """
         with self._running(request_id, asked) as session:
             yield await session.run_files(encoding)

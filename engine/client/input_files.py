@@ -26,3 +26,4 @@ class InputFiles:
 
 
 NO_FILES = InputFiles()
+"""Where all inputs are values."""

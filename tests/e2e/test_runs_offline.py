@@ -67,7 +67,7 @@ def test_a_picture_may_be_whatever_pictures_are_and_comes_back_as_one(inspecting
         ("inspect", {"image": PHOTO, "count": 1, "style": b"none"}, {}, "style", "Invalid 'style': no image"),
         ("inspect", {"image": PHOTO, "count": 1}, {"seed": 1}, "seed", "takes inputs of its own alone; leave it out"),
         ("inspect", Edit(prompt="a hat"), {}, "edits", "instead of an Edit give its inputs, a dict by name"),
-        ("", {"image": PHOTO}, {}, "edits", "'the first model' is a model; give it an Edit"),
+        ("", {"image": PHOTO}, {}, "edits", "flux' is a model; give it an Edit, with inputs of"),
         ("none", {"image": PHOTO}, {}, "model", "The model 'none' does not exist"),
         ("", Edit(prompt="a hat", inputs={"x": 1}), {}, "x", "the model's workflow has no inputs; leave it out"),
     ],
