@@ -64,7 +64,7 @@ def test_a_picture_may_be_whatever_pictures_are_and_comes_back_as_one(inspecting
         ("inspect", {"image": PHOTO, "count": "1"}, {}, "count", "it is a str, and integer is declared"),
         ("inspect", {"image": 1, "count": 1}, {}, "image", "Give an RGB, RGBA or L image, or a uint8 array"),
         ("inspect", {"image": "none.png", "count": 1}, {}, "image", "Cannot read 'none.png': No such file"),
-        ("inspect", {"image": PHOTO, "count": 1, "style": b"none"}, {}, "style", "Invalid 'style': no image"),
+        ("inspect", {"image": PHOTO, "count": 1, "style": b"none"}, {}, "style", "Invalid 'style': not a readable PNG"),
         ("inspect", {"image": PHOTO, "count": 1}, {"seed": 1}, "seed", "takes inputs of its own alone; leave it out"),
         ("inspect", Edit(prompt="a hat"), {}, "edits", "instead of an Edit give its inputs, a dict by name"),
         ("", {"image": PHOTO}, {}, "edits", "flux' is a model; give it an Edit, with inputs of"),

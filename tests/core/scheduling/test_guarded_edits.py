@@ -166,7 +166,8 @@ def test_a_class_that_cannot_be_loaded_fails_its_requests_alone(lost: EngineRequ
     failed = ends["lost"]
     assert isinstance(failed, Failed)
     assert failed.failure.kind == "model_unavailable"
-    assert failed.failure.message == "a class cannot be loaded: broken: its file is gone"
+    what = "the model m" if isinstance(lost.spec, EditSpec) else "a class"
+    assert failed.failure.message == f"{what} cannot be loaded: broken: its file is gone"
     assert isinstance(ends["edit"], Finished)
     assert isinstance(ends["run"], Finished)
 
