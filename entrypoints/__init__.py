@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from core.run_class import RunClass
     from core.sampling_params import SamplingParams
-    from engine.client.run_input import RunInput
     from entrypoints.control_picture import ControlPicture
-    from entrypoints.image_engine import Edit, EditResult, ImageEngine, RunResult
+    from entrypoints.image_engine import Edit, EditResult, ImageEngine
 
-__all__ = ["ControlPicture", "Edit", "EditResult", "ImageEngine", "RunClass", "RunInput", "RunResult", "SamplingParams"]
+__all__ = ["ControlPicture", "Edit", "EditResult", "ImageEngine", "RunClass", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,9 +21,8 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from core import run_class, sampling_params
-    from engine.client import run_input
 
     offline = import_module(f"{__name__}.image_engine")
-    places = {"RunClass": run_class, "RunInput": run_input, "SamplingParams": sampling_params}
+    places = {"RunClass": run_class, "SamplingParams": sampling_params}
     globals().update({each: getattr(places.get(each, offline), each) for each in __all__})
     return globals()[name]

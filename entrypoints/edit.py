@@ -1,63 +1,167 @@
-"""Runs one edit from the command line: `python -m entrypoints.edit in.png --mask m.png --prompt "a cap" -o out.png`"""
+"""Runs one edit from the command line: `python -m entrypoints.edit in.png --mask m.png --prompt "a cap" -o out.png`
+
+Or a workflow: `python -m entrypoints.edit --workflow safety.py --input image=@in.png --input most_red=80 -o out.png`
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 from PIL import Image
 
-from core.config import EMBEDDED_MODEL
-from core.errors import StencilError
+from core.config import EMBEDDED_MODEL, ModelConfig
+from core.errors import InvalidRequestError, StencilError
+from core.graph.workflow import Workflow
 from core.ipc.logs import one_line
+from core.run_class import RunClass
 from core.sampling_params import SamplingParams
-from entrypoints.image_engine import Edit, ImageEngine
+from entrypoints.class_inputs import ClassInput, class_inputs
+from entrypoints.image_engine import Edit, EditResult, ImageEngine
+from entrypoints.workflow_command import given_inputs, places_of, read_workflow
 
 _WITH_ALPHA, _WITHOUT_ALPHA = (".png", ".webp"), (".jpg", ".jpeg")
+_OF_ALL = ("workflow", "input", "output", "model", "dtype", "device")
+"""Arguments that mean something to workflows of users' classes alone; the others are of edits."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Exit status: 0, or 1 after an error, printed as one line on stderr."""
-    args = _parse(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
     try:
-        edit = Edit(
-            prompt=args.prompt,
-            image=args.image,
-            references=args.reference,
-            mask=args.mask,
-            mask_image=args.mask_image,
-            mask_prompt=args.mask_prompt,
-            mask_points=tuple(args.mask_point),
-            mask_box=args.mask_box,
-            mask_grow=args.mask_grow,
-            mask_feather=args.mask_feather,
-            padding_mask_crop=args.padding_mask_crop,
-        )
-        _check_output(args.output)
-        sampling = SamplingParams(num_inference_steps=args.num_inference_steps, seed=args.seed)
-        model = {"dtype": args.dtype, "device": args.device, "segmenter": args.segmenter}
-        with ImageEngine(args.model, **model) as engine:
-            (result,) = engine.generate([edit], sampling, use_tqdm=False)
-        if result.error is not None:
-            raise result.error
-        save(result.images[0], args.output)
+        print(_edit(args) if args.workflow is None else json.dumps(_run(parser, args)))
     except (StencilError, OSError, ValueError) as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         return 1
-    print(f"{args.output}  seed {result.seeds[0]}  mask ratio {result.reports[0].mask_ratio:.2f}")
     return 0
 
 
-def _check_output(path: Path) -> None:
-    """Raises ValueError or OSError if `path` cannot be written; called first, since an edit may take minutes."""
+def _edit(args: argparse.Namespace) -> str:
+    """Edit the picture, and write it; what to print. Raises StencilError, OSError, ValueError."""
+    if args.input:
+        raise InvalidRequestError("Invalid '--input': a workflow takes inputs; name its file by --workflow.")
+    _require(args, "image", "prompt", "output")
+    edit = _edit_of(args, {})
+    _check_picture(args.output)
+    result = _made(args, edit)
+    save(result.images[0], args.output)
+    return f"{args.output}  seed {result.seeds[0]}  mask ratio {result.reports[0].mask_ratio:.2f}"
+
+
+def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
+    """Run the workflow, alone or as that of the model, and write what it makes; what to print. Raises StencilError,
+    OSError, ValueError.
+    """
+    workflow, classes = read_workflow(args.workflow)
+    inputs = given_inputs(workflow, args.input)
+    class_inputs(workflow, inputs)  # what is missing, or cannot be read, is refused before a model is loaded
+    asked: Edit | dict[str, ClassInput] = inputs
+    is_alone = not workflow.is_for_pictures
+    if is_alone:
+        _refuse_edits(parser, args, workflow.name)
+    else:
+        _require(args, "prompt")
+        asked = _edit_of(args, inputs)
+    places = places_of(workflow, args.output)
+    for path in places.values():
+        _check_place(path) if path.suffix == ".npy" else _check_picture(path)
+    result = _made(args, asked, workflow, classes)
+    values = {**result.values, **({} if is_alone else {"picture": result.images[0]})}
+    for name, path in places.items():
+        _write(values.pop(name), path)
+    return {"files": {name: str(path) for name, path in places.items()}, "values": values}
+
+
+def _made(
+    args: argparse.Namespace,
+    asked: Edit | dict[str, ClassInput],
+    workflow: Workflow | None = None,
+    classes: Sequence[RunClass] = (),
+) -> EditResult:
+    """What the model makes of an Edit, or the workflow of its inputs. Raises StencilError."""
+    sampling = SamplingParams(num_inference_steps=args.num_inference_steps, seed=args.seed)
+    name = "" if workflow is None else workflow.name
+    is_alone = not isinstance(asked, Edit)
+    model = ModelConfig(
+        model=args.model,
+        dtype=args.dtype,
+        device=args.device,
+        segmenter=tuple(args.segmenter),
+        workflow="" if is_alone else name,
+    )
+    workflows = () if workflow is None else (workflow,)
+    with ImageEngine(models=[model], classes=classes, workflows=workflows) as engine:
+        (result,) = engine.generate([asked], sampling, model=name if is_alone else "", use_tqdm=False)
+    if result.error is not None:
+        raise result.error
+    return result
+
+
+def _edit_of(args: argparse.Namespace, inputs: dict[str, ClassInput]) -> Edit:
+    return Edit(
+        prompt=args.prompt,
+        image=args.image,
+        references=args.reference,
+        mask=args.mask,
+        mask_image=args.mask_image,
+        mask_prompt=args.mask_prompt,
+        mask_points=tuple(args.mask_point),
+        mask_box=args.mask_box,
+        mask_grow=args.mask_grow,
+        mask_feather=args.mask_feather,
+        padding_mask_crop=args.padding_mask_crop,
+        inputs=inputs,
+    )
+
+
+def _require(args: argparse.Namespace, *names: str) -> None:
+    """Raises InvalidRequestError for an argument that is missing."""
+    for name in names:
+        if getattr(args, name) is None:
+            raise InvalidRequestError(f"Missing '{_shown(name)}': an edit needs it.")
+
+
+def _refuse_edits(parser: argparse.ArgumentParser, args: argparse.Namespace, workflow: str) -> None:
+    """Raises InvalidRequestError for an argument that would be lost."""
+    for name, value in vars(args).items():
+        if name not in _OF_ALL and value != parser.get_default(name):
+            problem = f"workflow '{workflow}' takes all that it needs by --input; leave it out"
+            raise InvalidRequestError(f"Invalid '{_shown(name)}': {problem}.")
+
+
+def _shown(name: str) -> str:
+    """An argument as one writes it."""
+    return name if name == "image" else f"--{name.replace('_', '-')}"
+
+
+def _check_picture(path: Path) -> None:
+    """Raises ValueError or OSError if no picture can be written to `path`; asked first, as an edit may take minutes."""
     if path.suffix.lower() not in (*_WITH_ALPHA, *_WITHOUT_ALPHA):
         raise ValueError(f"cannot write '{path}': its name must end in .png, .webp, .jpg or .jpeg")
+    _check_place(path)
+
+
+def _check_place(path: Path) -> None:
+    """Raises ValueError or OSError if `path` cannot be written."""
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"cannot write '{path}': {'it is a folder' if path.is_dir() else 'its folder does not exist'}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise PermissionError(f"cannot write '{path}': permission denied")
+
+
+def _write(value: object, path: Path) -> None:
+    """Write a tensor, uint8 pixels [height, width, 3] or a picture."""
+    if path.suffix == ".npy":
+        np.save(path, cast(np.ndarray[tuple[int, ...], np.dtype[np.generic]], value))
+    else:
+        save(value if isinstance(value, Image.Image) else Image.fromarray(np.asarray(value)), path)
 
 
 def save(image: Image.Image, path: Path) -> None:
@@ -84,9 +188,11 @@ def _numbers(text: str) -> tuple[float, ...]:
     return tuple(float(each) for each in text.split(","))
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m entrypoints.edit", description="Edit one picture.")
-    parser.add_argument("image", type=Path, help="the picture: PNG, WebP or JPEG")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m entrypoints.edit", description="Edit one picture, or run one workflow of your own."
+    )
+    parser.add_argument("image", type=Path, nargs="?", help="the picture to edit: PNG, WebP or JPEG")
     reference_help = "a further picture to look at, for models that see them; may be given several times"
     parser.add_argument("--reference", type=Path, action="append", default=[], help=reference_help)
     masks = parser.add_mutually_exclusive_group()
@@ -102,14 +208,19 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--segmenter", action="append", default=[], help="checkpoint that finds masks; see serve")
     crop_help = "edit only the mask's box, grown by this many pixels, at the model's resolution (default: whole image)"
     parser.add_argument("--padding-mask-crop", type=int, help=crop_help)
-    parser.add_argument("--prompt", required=True, help="what to paint under the mask")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="file to write; its suffix sets the format")
+    parser.add_argument("--prompt", help="what to paint under the mask")
+    workflow_help = "file of one workflow to run, or to edit by; what it makes is printed as JSON"
+    parser.add_argument("--workflow", type=Path, metavar="FILE", help=workflow_help)
+    input_help = "an input of the workflow: NAME=VALUE, a picture NAME=@FILE, a tensor NAME=@FILE.npy; repeatable"
+    parser.add_argument("--input", action="append", default=[], metavar="NAME=VALUE", help=input_help)
+    output_help = "picture to write; its suffix sets the format. Other pictures, and tensors, are written beside it"
+    parser.add_argument("-o", "--output", type=Path, help=output_help)
     parser.add_argument("--num-inference-steps", type=int, help="denoising steps (default: the model's own)")
     parser.add_argument("--seed", type=int, help="seed of the noise (default: random)")
     parser.add_argument("--model", default=EMBEDDED_MODEL, help="diffusers directory or hub id (default: embedded)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    return parser.parse_args(argv)
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """ImageEngine: offline edits without a server: `ImageEngine().generate([Edit(...), ...], SamplingParams(...))`
 
+Workflows of users' classes run likewise: `generate([{"image": photo}], model="their name")`.
+
 A blocking wrapper around the AsyncEngine that the server uses, whose event loop runs in a thread.
 """
 
@@ -14,8 +16,9 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
+import msgspec
 import uvloop
 from PIL import Image
 from tqdm import tqdm
@@ -43,10 +46,12 @@ from core.validation import check_filled, check_integer, check_length, conform, 
 from engine.client.async_engine import AsyncEngine
 from engine.client.control_input import ControlInput
 from engine.client.edit_types import EditInput, EditReport
+from engine.client.input_files import NO_FILES, InputFiles
 from engine.client.run_input import RunInput
 from engine.client.run_values import RunValue
 from engine.client.templates.template_store import RegisteredTemplate
 from engine.client.upload import BytesUpload
+from entrypoints.class_inputs import ClassInput, class_inputs
 from entrypoints.control_picture import ControlPicture
 from entrypoints.pictures import ImageLike, decode_picture, encode_picture
 from entrypoints.workflows.registered import Registered
@@ -89,9 +94,9 @@ class Edit:
     size: tuple[int, int] | None = None  # of the result: width, height, 16..4096 px; a generation's default: native
     template_id: str | None = None  # from ImageEngine.create_template; instead of an image
     padding_mask_crop: int | None = None  # px, 0..65535: edit the mask's box, grown by this, at the model's resolution
-    # That the model's workflow declares for users' classes, by name.
-    inputs: Mapping[str, RunValue] = field(default_factory=dict, hash=False)
-    model: str = ""  # name of one of the engine's models; "" = the first
+    # That the model's workflow declares for users' classes, by name; pictures also as ImageLike.
+    inputs: Mapping[str, ClassInput] = field(default_factory=dict, hash=False)
+    model: str = ""  # name of one of the engine's models; "" = that of the call, or the first
     lora: str | Lora | Sequence[str | Lora] = ""  # this model's adapters to use, by name, or with a scale each
 
     def __post_init__(self) -> None:
@@ -120,19 +125,14 @@ class Edit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditResult:
-    """The result of one Edit: its images, `SamplingParams.n` of them, or an error."""
+    """The result of one Edit: its images, `SamplingParams.n` of them, or an error. Of a workflow of users' classes
+    alone: its results, pictures among them as uint8 [height, width, 3], and these as images, `picture` first.
+    """
 
     images: list[Image.Image] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=list)  # one per image
-    reports: list[EditReport] = field(default_factory=list)  # one per image
-    error: StencilError | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """The results of one RunInput by name, or an error."""
-
-    values: Mapping[str, RunValue] = field(default_factory=dict)
+    seeds: list[int] = field(default_factory=list)  # one per image of an Edit
+    reports: list[EditReport] = field(default_factory=list)  # one per image of an Edit
+    values: Mapping[str, RunValue] = field(default_factory=dict)  # that users' classes made, for an Edit's first image
     error: StencilError | None = None
 
 
@@ -145,7 +145,8 @@ class ImageEngine:
     mask_aware, cache_keyframes, cache_dtype, priming_prompt, segmenter: see ModelConfig. loras: name -> file of each
     adapter, see AdapterConfig. cache: see CacheConfig. data_parallel_size: number of engines, between which edits are
     distributed. workers_per_engine: ranks of each, the last of which decodes. degree: ranks that compute each denoising
-    step together. workflows: to `run`: files or folders of users, see `entrypoints.workflows`, or graphs of `classes`.
+    step together. workflows: files or folders of users, see `entrypoints.workflows`, or graphs of `classes`: to name as
+    `model` of `generate`, or as ModelConfig.workflow.
     Raises InvalidRequestError for an argument of the wrong type or out of range, and ConfigError if a model, an
     adapter, a class or a workflow cannot be used.
 
@@ -225,28 +226,25 @@ class ImageEngine:
 
     def generate(
         self,
-        edits: Sequence[Edit],
+        edits: Sequence[Edit | Mapping[str, ClassInput]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        model: str = "",
         use_tqdm: bool = True,
     ) -> list[EditResult]:
         """Run all edits, batched. Results are in the order of `edits`; a failed edit has its error in its result.
 
-        sampling_params: one for all edits, or one per edit. Raises InvalidRequestError if their number differs from the
-        number of edits, or for values that are not Edits or SamplingParams.
+        edits: of models, Edits; of a workflow of users' classes alone, its inputs by name. sampling_params: one for all
+        edits, or one per edit; of a workflow alone, its priority and timeout. model: name of the model, for edits that
+        name none, or of the workflow. Raises InvalidRequestError if the number of sampling_params differs from that of
+        edits, or for values of another type.
         """
         self._check_open()
-        edits = _all_of("edits", edits, Edit)
+        edits = _all_of("edits", edits, Edit | Mapping)  # type: ignore[arg-type]
         params = _per_edit(sampling_params, len(edits))
+        model = conformed("model", model, str)
         with tqdm(total=len(edits), desc="Edits", unit="edit", disable=not use_tqdm) as progress:
-            return self._run(self._generate(edits, params, progress))
-
-    def run(self, runs: Sequence[RunInput]) -> list[RunResult]:
-        """Run workflows of users' classes, in parallel. Results are in the order of `runs`; one that fails has its
-        error in its result. Raises InvalidRequestError for values that are not RunInputs.
-        """
-        self._check_open()
-        return self._run(self._run_all(_all_of("runs", runs, RunInput)))
+            return self._run(self._generate(edits, params, model, progress))
 
     @property
     def model(self) -> ModelInfo:
@@ -295,32 +293,21 @@ class ImageEngine:
         self.close()
 
     async def _generate(
-        self, edits: Sequence[Edit], params: Sequence[SamplingParams], progress: tqdm[Any]
+        self,
+        edits: Sequence[Edit | Mapping[str, ClassInput]],
+        params: Sequence[SamplingParams],
+        model: str,
+        progress: tqdm[Any],
     ) -> list[EditResult]:
         places = asyncio.Semaphore(MAX_IN_FLIGHT * self._engine.config.engine.data_parallel_size)
 
-        async def one(edit: Edit, sampling: SamplingParams) -> EditResult:
+        async def one(edit: Edit | Mapping[str, ClassInput], sampling: SamplingParams) -> EditResult:
             async with places:
-                result = await _edit(self._engine, edit, sampling)
+                result = await _result(self._engine, edit, sampling, model)
             progress.update()
             return result
 
         return await asyncio.gather(*map(one, edits, params))
-
-    async def _run_all(self, runs: Sequence[RunInput]) -> list[RunResult]:
-        places = asyncio.Semaphore(MAX_IN_FLIGHT * self._engine.config.engine.data_parallel_size)
-
-        async def one(asked: RunInput) -> RunResult:
-            async with places:
-                try:
-                    return RunResult(values=await self._engine.run(f"offline-{uuid.uuid4().hex}", asked))
-                except StencilError as error:
-                    return RunResult(error=error)
-                except Exception as error:  # a bug must fail this run only, not all runs of the call
-                    logger.exception("a run failed")
-                    return RunResult(error=EngineError(f"internal error: {error!r}"))
-
-        return await asyncio.gather(*map(one, runs))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the engine's loop. Ctrl-C cancels it and is raised after its cleanup; a second Ctrl-C is
@@ -379,27 +366,70 @@ async def _start(config: StencilConfig) -> AsyncEngine:
     return engine
 
 
-async def _edit(engine: AsyncEngine, edit: Edit, sampling: SamplingParams) -> EditResult:
-    """Run one edit. A failure is returned as the result's error, not raised."""
+async def _result(
+    engine: AsyncEngine, edit: Edit | Mapping[str, ClassInput], sampling: SamplingParams, model: str
+) -> EditResult:
+    """Run one edit, or a workflow of users' classes. A failure is returned as the result's error, not raised."""
     try:
-        choice = engine.choose_model(edit.model, named_loras(edit.lora))
-        request = await asyncio.to_thread(_to_input, edit, sampling)
-        async with engine.edit(f"offline-{uuid.uuid4().hex}", request, choice) as outputs:
-            finals = {output.image_index: (output, bytes(output.data)) async for output in outputs}
+        if isinstance(edit, Edit):
+            return await _edit(engine, edit, sampling, edit.model or model)
+        return await _run(engine, edit, sampling, model)
     except StencilError as error:
         return EditResult(error=error)
     except Exception as error:  # a bug must fail this edit only, not all edits of the call
         logger.exception("an edit failed")
         return EditResult(error=EngineError(f"internal error: {error!r}"))
+
+
+async def _edit(engine: AsyncEngine, edit: Edit, sampling: SamplingParams, model: str) -> EditResult:
+    if model in engine.workflows:
+        problem = f"'{model}' is a workflow alone; instead of an Edit give its inputs, a dict by name"
+        raise InvalidRequestError(f"Invalid 'edits': {problem}.", param="edits")
+    choice = engine.choose_model(model, named_loras(edit.lora))
+    workflow = engine.workflow_of(choice.model)
+    request = await asyncio.to_thread(_to_input, edit, sampling, workflow)
+    async with engine.edit(f"offline-{uuid.uuid4().hex}", request, choice) as outputs:
+        finals = {output.image_index: (output, bytes(output.data)) async for output in outputs}
     ordered = [finals[index] for index in sorted(finals)]
+    reports = [output.report for output, _ in ordered if output.report is not None]
     return EditResult(
         images=[await asyncio.to_thread(decode_picture, data) for _, data in ordered],
         seeds=[output.seed for output, _ in ordered],
-        reports=[output.report for output, _ in ordered if output.report is not None],
+        reports=reports,
+        values=reports[0].values,
     )
 
 
-def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
+async def _run(
+    engine: AsyncEngine, given: Mapping[str, ClassInput], sampling: SamplingParams, model: str
+) -> EditResult:
+    workflow = engine.workflows.get(model)
+    if workflow is None:
+        name = engine.choose_model(model).model.name
+        problem = f"'{name}' is a model; give it an Edit, with inputs of its workflow in 'inputs'"
+        raise InvalidRequestError(f"Invalid 'edits': {problem}.", param="edits")
+    _check_no_sampling(sampling, workflow)
+    inputs, files = await asyncio.to_thread(class_inputs, workflow, given)
+    asked = RunInput(
+        workflow=model, inputs=inputs, input_files=files, priority=sampling.priority, timeout=sampling.timeout
+    )
+    values = await engine.run(f"offline-{uuid.uuid4().hex}", asked)
+    pictures = sorted((port.name for port in workflow.own_results if port.type == "picture"), key="picture".__ne__)
+    return EditResult(values=values, images=[Image.fromarray(cast(Any, values[name])) for name in pictures])
+
+
+def _check_no_sampling(sampling: SamplingParams, workflow: Workflow) -> None:
+    """Raises InvalidRequestError for a parameter that would be lost."""
+    usual = SamplingParams(priority=sampling.priority, timeout=sampling.timeout)
+    for name, value in msgspec.structs.asdict(usual).items():
+        if getattr(sampling, name) != value:
+            problem = f"workflow '{workflow.name}' takes inputs of its own alone; leave it out"
+            raise InvalidRequestError(f"Invalid '{name}': {problem}.", param=name)
+
+
+def _to_input(edit: Edit, sampling: SamplingParams, workflow: Workflow | None) -> EditInput:
+    """workflow: of users' classes, that the model has."""
+    inputs, files = class_inputs(workflow, edit.inputs) if workflow is not None else _no_inputs(edit)
     is_generation = edit.image is None and edit.template_id is None
     mask = edit.mask if edit.mask is not None else edit.mask_image
     mask_name = "mask" if edit.mask is not None else "mask_image"
@@ -419,10 +449,20 @@ def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
         mask_grow=edit.mask_grow,
         mask_feather=edit.mask_feather,
         padding_mask_crop=edit.padding_mask_crop,
-        inputs=edit.inputs,
+        inputs=inputs,
+        input_files=files,
         canvas_size=edit.size if is_generation else None,
         output_size=None if is_generation else edit.size,
     )
+
+
+def _no_inputs(edit: Edit) -> tuple[dict[str, RunValue], InputFiles]:
+    """Of a model without a workflow of users' classes. Raises InvalidRequestError."""
+    for name in edit.inputs:
+        raise InvalidRequestError(
+            f"Invalid '{name}': the model's workflow has no inputs; leave it out.", param=str(name)
+        )
+    return {}, NO_FILES
 
 
 def _references(pictures: object) -> tuple[ImageLike, ...]:

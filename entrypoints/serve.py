@@ -36,7 +36,6 @@ import uvloop
 from fastapi import FastAPI
 
 from core.errors import ConfigError, StencilError, WorkflowError
-from core.graph.port_checks import port_of
 from core.ipc import logs
 from core.ipc.heap import return_freed_memory
 from engine.client.async_engine import AsyncEngine
@@ -48,7 +47,7 @@ from entrypoints.key_reload import KeyReload
 from entrypoints.model_paths import check_model
 from entrypoints.openai.app import ServerSettings, create_app
 from entrypoints.openai.body.submission import STALL_SECONDS
-from entrypoints.openai.fields.own_fields import MODEL_FIELD
+from entrypoints.openai.fields.own_fields import unfit_name
 from entrypoints.run_until import run_until
 from entrypoints.serve_options import ServeOptions
 from entrypoints.workflows.workflow_files import read_workflows
@@ -86,9 +85,9 @@ def with_workflows(options: ServeOptions) -> ServeOptions:
     """
     registered = read_workflows(options.workflow_files)
     for workflow in registered.workflows:
-        if port_of(workflow.own_inputs, MODEL_FIELD) is not None:
-            problem = f"input '{MODEL_FIELD}': requests name the workflow by this field; call it otherwise"
-            raise WorkflowError(f"workflow {workflow.name}, {problem}", node="", input=MODEL_FIELD)
+        name, problem = unfit_name(workflow)
+        if problem:
+            raise WorkflowError(f"workflow {workflow.name}, input {name}: {problem}", node="", input=name)
     engine = msgspec.structs.replace(options.config.engine, classes=registered.classes, workflows=registered.workflows)
     return replace(options, config=msgspec.structs.replace(options.config, engine=engine))
 

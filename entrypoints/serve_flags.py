@@ -262,7 +262,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--no-playground",
             ServeOptions,
-            "serve the API only, without the pages at / and /status",
+            "serve the API only, without its pages",
             field="playground",
         ),
         Flag("--log-level", ServeOptions, "lowest level that is logged"),

@@ -134,30 +134,32 @@ def random_inputs(random: Random) -> dict[str, Any]:
 
 
 PROMPT = Port.of("prompt", text(4096))
+STAMP = picture(16, 16)
 GUARD = replace(
     _node(
         "guard",
         "guard",
-        {"image": picture(1024, 1024), "words": text(4096), "strictness": NUMBER},
+        {"image": picture(1024, 1024), "words": text(4096), "strictness": NUMBER, "stamp": STAMP},
         {"image": picture(1024, 1024), "is_bad": TRUTH, "mean": NUMBER},
-        optional=("strictness",),
+        optional=("strictness", "stamp"),
     ),
     inputs=(Edge("decode", "picture", "image"),),
     given={"words": "prompt", "strictness": "strictness"},
 )
+STAMPING_GUARD = replace(GUARD, given={**GUARD.given, "stamp": "stamp"})
 STRICTNESS = Port.of("strictness", NUMBER, is_optional=True)
 GUARD_OF_PREVIEWS = replace(GUARD, name="guard_preview", inputs=(Edge("preview", "picture", "image"),), shows="denoise")
 
 GUARDED = Workflow(
     "guarded",
-    (*INPAINT.nodes, GUARD, GUARD_OF_PREVIEWS),
+    (*INPAINT.nodes, STAMPING_GUARD, replace(GUARD_OF_PREVIEWS, given=STAMPING_GUARD.given)),
     {"picture": "guard", "is_bad": "guard", "mean": "guard"},
     INPAINT.regions,
-    (PROMPT, *INPAINT.inputs[1:], STRICTNESS),
+    (PROMPT, *INPAINT.inputs[1:], STRICTNESS, Port.of("stamp", STAMP, is_optional=True)),
     is_mask_aware=True,
     output_ports={"picture": "image", "is_bad": "is_bad", "mean": "mean"},
 )
-"""An edit whose picture a class of the user may black out, and its previews likewise."""
+"""An edit whose picture a class of the user may black out or stamp, and its previews likewise."""
 
 UNSHOWN = replace(GUARDED, name="unshown", nodes=(*(node for node in INPAINT.nodes if not node.shows), GUARD))
 """As GUARDED, without previews."""

@@ -113,14 +113,20 @@ class Sleeper:
 
 
 class Guard:
-    """Blacks out pictures of which the prompt says that they are bad. It may take its time, return another size, or
-    wait, but only once: the prompt ends with the path of a file that it makes then.
+    """Blacks out pictures of which the prompt says that they are bad, and puts a stamp in the middle of others. It may
+    take its time, return another size, or wait, but only once: the prompt ends with the path of a file that it makes
+    then.
     """
 
     def load(self, device: str, dtype: torch.dtype) -> None:
         self.black = torch.zeros((), dtype=torch.uint8, device=device)
 
-    def execute(self, image: Tensor, words: str, strictness: float = 1.0) -> dict[str, object]:
+    def execute(
+        self, image: Tensor, words: str, strictness: float = 1.0, stamp: Tensor | None = None
+    ) -> dict[str, object]:
+        if stamp is not None:
+            top, left = ((side - part) // 2 for side, part in zip(image.shape, stamp.shape[:2], strict=False))
+            image[top : top + stamp.shape[0], left : left + stamp.shape[1]] = stamp
         if "slow" in words:
             time.sleep(0.3)
         if "wait" in words and not (told := Path(words.split()[-1])).exists():

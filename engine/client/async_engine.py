@@ -29,7 +29,7 @@ from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.processes.page_folder import check_page_folder
 from engine.client.resolve.class_label import edits_nothing
 from engine.client.resolve.served_models import ServedModels
-from engine.client.run_files import RunFiles, RunResults
+from engine.client.run_files import RunEncoding, RunResults
 from engine.client.run_input import RunInput
 from engine.client.run_values import RunValue
 from engine.client.services import Services
@@ -170,19 +170,19 @@ class AsyncEngine:
         """Run a workflow of users' classes that was registered at the start; its results, by name. Cancelling it aborts
         it.
 
-        Raises InvalidRequestError that names the input, OverloadedError, DeadlineExceededError, EngineError and its
-        subclasses, of which RunError names the node that has failed.
+        Raises InvalidRequestError and its subclasses, naming the input; OverloadedError, DeadlineExceededError,
+        EngineError and its subclasses, of which RunError names the node that has failed.
         """
         with self._running(request_id, asked) as session:
             return await session.run()
 
     @asynccontextmanager
-    async def run_files(self, request_id: str, asked: RunInput, files: RunFiles) -> AsyncIterator[RunResults]:
-        """A run, made on entering as by `run`, that takes and returns pictures as files. Its results are in shared
-        memory until the context is left. Raises InvalidImageError, too.
+    async def run_files(self, request_id: str, asked: RunInput, encoding: RunEncoding) -> AsyncIterator[RunResults]:
+        """A run, made on entering as by `run`, that returns pictures as files. Its results are in shared memory until
+        the context is left.
         """
         with self._running(request_id, asked) as session:
-            yield await session.run_files(files)
+            yield await session.run_files(encoding)
 
     @contextmanager
     def _running(self, request_id: str, asked: RunInput) -> Iterator[RunSession]:

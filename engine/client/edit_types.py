@@ -11,6 +11,7 @@ from core.messages.image_processor import Box, MaskKind, OutputFormat
 from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, SamplingParams
 from core.validation import check_decimal, check_integer, check_length
 from engine.client.control_input import ControlInput
+from engine.client.input_files import NO_FILES, InputFiles
 from engine.client.resolve.mask_aware import ExactReason
 from engine.client.run_values import RunValue
 from engine.client.upload import Upload
@@ -47,6 +48,7 @@ class EditInput:
     owner: str = ""
     # For nodes of users' classes, by the names that the model's workflow declares. The prompt is one of them, too.
     inputs: Mapping[str, RunValue] = field(default_factory=dict)
+    input_files: InputFiles = NO_FILES  # further ones
     # Results.
     output_size: tuple[int, int] | None = None  # (width, height); None = the upload's
     output_format: OutputFormat = "png"

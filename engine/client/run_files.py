@@ -1,20 +1,18 @@
-"""Pictures of workflows of users' classes as encoded files: what `AsyncEngine.run_files` takes and returns."""
+"""Pictures that workflows of users' classes make, as encoded files: what `AsyncEngine.run_files` returns."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from core.messages.image_processor import OutputFormat
 from engine.client.run_values import RunValue
-from engine.client.upload import Upload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFiles:
-    """Pictures that a run is given as files, and how to encode those that it makes, as base64 text."""
+class RunEncoding:
+    """How to encode the pictures that a run makes, as base64 text."""
 
-    inputs: Mapping[str, Upload] = field(default_factory=dict)  # PNG, WebP or JPEG, by the input that takes it
     output_format: OutputFormat = "png"
     compression: int = 100  # 0..100, of jpeg and webp
 

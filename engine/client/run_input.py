@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from core.sampling_params import MAX_PRIORITY, MAX_TIMEOUT, MIN_TIMEOUT
 from core.validation import check_decimal, check_integer, conform
+from engine.client.input_files import NO_FILES, InputFiles
 from engine.client.run_values import RunValue
 
 
@@ -16,6 +17,7 @@ class RunInput:
 
     workflow: str  # name of one that is registered, see EngineConfig
     inputs: Mapping[str, RunValue] = field(default_factory=dict)  # by the names that it declares
+    input_files: InputFiles = NO_FILES  # further ones
     rounds: tuple[int, ...] = ()  # of each of its regions that does not say it, at least 1
     owner: str = ""  # digest of an API key, "" = none
     priority: int = 0  # its class, 0 = the default, lower = more urgent

@@ -26,7 +26,7 @@ from engine.client.templates.template_store import RegisteredTemplate
 from engine.observability.metrics import CONTENT_TYPE
 from engine.observability.tracing import NoTracer, Tracer
 from entrypoints.openai.adapter_routes import adapter_router
-from entrypoints.openai.answer.edit_response import EditResponse, EngineResponse, disconnected
+from entrypoints.openai.answer.edit_response import EditResponse, disconnected
 from entrypoints.openai.answer.engine_stats import engine_stats
 from entrypoints.openai.answer.errors import describe_http, log_internal
 from entrypoints.openai.answer.reference_page import reference_router
@@ -86,7 +86,7 @@ class ServerSettings:
     rate_limit: int = 0  # requests per minute and caller; 0: no limit
     allowed_origins: tuple[str, ...] = ()  # of web pages that may use the API, besides the server's own; "*": any
     runtime_lora: bool = False  # whether callers may load adapters from files of this machine
-    playground: bool = False  # whether to serve its pages, at / and /status
+    playground: bool = False  # whether to serve its pages
     allowed_hosts: tuple[str, ...] = ()  # in `Host` headers, besides loopback; empty: any
 
 
@@ -196,7 +196,7 @@ def _most_controls(engine: AsyncEngine) -> int:
     return MAX_CONTROLS if any(model.controls for model in engine.models.values()) else 0
 
 
-def _answer(engine: AsyncEngine, request: Request, operation: Operation, submission: Submission) -> EngineResponse:
+def _answer(engine: AsyncEngine, request: Request, operation: Operation, submission: Submission) -> Response:
     try:
         if submission.own is not None and submission.own.is_alone:
             return RunResponse(engine, build_run_call(submission, submission.own, _owner(request)), submission)

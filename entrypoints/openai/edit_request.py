@@ -93,6 +93,7 @@ def build_call(operation: Operation, submission: Submission, choice: ModelChoice
         partial_images=cast(int, values.get("partial_images", 0)) if stream else 0,
         base64=True,
         inputs=own_inputs(submission),
+        input_files=submission.input_files,
         **(_of_mask(values) if is_edit else {}),
     )
     ignored = _ignored(operation, values, model)
@@ -117,10 +118,9 @@ def own_inputs(submission: Submission) -> dict[str, Any]:
     if own is None:
         return {}
     given = own.given_of(submission.values)
-    for port in own.ports:
-        if not (port.is_optional or port.name in given or port.name in submission.own_pictures):
-            own.check_supported(port.name)
-            raise missing(port.name)
+    known = {*given, *submission.own_pictures, *submission.own_tensors}
+    if lacking := next((port.name for port in own.ports if not port.is_optional and port.name not in known), ""):
+        raise missing(lacking)
     return given
 
 

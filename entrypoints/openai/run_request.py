@@ -8,7 +8,7 @@ from typing import cast
 
 from core.errors import InvalidRequestError
 from core.messages.image_processor import OutputFormat
-from engine.client.run_files import RunFiles
+from engine.client.run_files import RunEncoding
 from engine.client.run_input import RunInput
 from entrypoints.openai.body.submission import Submission
 from entrypoints.openai.edit_request import own_inputs, refuse_unsupported, safety_identifier
@@ -33,7 +33,7 @@ class RunCall:
     """A valid call: the engine's input, and what its answer repeats."""
 
     asked: RunInput
-    files: RunFiles
+    encoding: RunEncoding
     safety_identifier: str | None
     ignored: tuple[str, ...]  # fields without effect
 
@@ -47,19 +47,19 @@ def build_run_call(submission: Submission, own: OwnFields, owner: str) -> RunCal
     asked = RunInput(
         workflow=own.workflow,
         inputs=inputs,
+        input_files=submission.input_files,
         owner=owner,
         priority=cast(int, options.get("priority", 0)),
         timeout=cast(float | None, options.get("timeout")),
     )
-    files = RunFiles(
-        inputs=submission.own_pictures,
+    encoding = RunEncoding(
         output_format=cast(OutputFormat, options.get("output_format", "png")),
         compression=cast(int, options.get("output_compression", 100)),
     )
     without_effect = [name for name in options if name not in _OPTIONS]
-    if files.output_format == "png":
+    if encoding.output_format == "png":
         without_effect += [name for name in options if name == "output_compression"]
-    return RunCall(asked, files, safety_identifier(options), (*without_effect, *submission.ignored))
+    return RunCall(asked, encoding, safety_identifier(options), (*without_effect, *submission.ignored))
 
 
 def _refuse_stream(options: Mapping[str, Value], workflow: str) -> None:

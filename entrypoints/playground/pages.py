@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 STATIC = Path(__file__).parent / "static"
 PREFIX = "/playground/"
-PAGES = {"/": "index.html", "/status": "status.html"}
+PAGES = {"/": "index.html", "/status": "status.html", "/workflows": "workflows.html"}
 MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",

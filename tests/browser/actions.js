@@ -15,6 +15,13 @@ export async function openWithKey(page, url, key) {
   await untilReady(page);
 }
 
+/** The page of workflows, once the first one's form is there. */
+export async function openWorkflows(page, url) {
+  await recordForms(page);
+  await page.goto(`${url}workflows`);
+  await page.waitForSelector("#inputs .input");
+}
+
 /** Wait for the question and answer it. */
 export async function giveKey(page, key) {
   await page.waitForSelector("#key-dialog[open]");

@@ -77,7 +77,7 @@ test("events are read however the stream is cut", async () => {
 });
 
 test("snippets quote what a user wrote", () => {
-  const settings = { prompt: 'it\'s "red" $HOME', references: [], control: null, lora: "l'art", seed: "9223372036854775807", steps: 5, margin: 0, exact: false };
+  const settings = { prompt: 'it\'s "red" $HOME', references: [], control: null, inputs: {}, lora: "l'art", seed: "9223372036854775807", steps: 5, margin: 0, exact: false };
   const request = { base: "http://h/", picture: { file: { name: "a'b;.png" }, url: null }, maskText: "aGk=", settings, needsKey: true };
   const curl = asCurl(request);
   assert.match(curl, /--form-string 'prompt=it'\\''s "red" \$HOME'/);
@@ -93,7 +93,7 @@ test("snippets quote what a user wrote", () => {
 });
 
 test("a long mask is a file of its own", () => {
-  const settings = { prompt: "p", references: [], control: null, lora: "", seed: "1", steps: null, margin: null, exact: true };
+  const settings = { prompt: "p", references: [], control: null, inputs: {}, lora: "", seed: "1", steps: null, margin: null, exact: true };
   const request = { base: "http://h/", picture: { file: { name: "a.png" }, url: "http://h/a.png" }, maskText: "a".repeat(20000), settings, needsKey: false };
   assert.match(asCurl(request), /-F mask_image=@mask\.png/);
   assert.match(asPython(request), /open\("mask\.png", "rb"\)/);
@@ -104,11 +104,11 @@ test("a long mask is a file of its own", () => {
 test("snippets send references behind the picture, each under a name of its own", () => {
   const pictures = ["image.png", "o'k.png", "image.png", "image.png"].map((name) => ({ file: { name }, url: null }));
   const [picture, ...references] = pictures;
-  const named = (picture, ...references) => namedFiles(picture, { references, control: null }).map(({ name }) => name);
+  const named = (picture, ...references) => namedFiles(picture, { references, control: null, inputs: {} }).map(({ name }) => name);
   assert.deepEqual(named(...pictures), ["image.png", "o'k.png", "image-2.png", "image-3.png"]);
   assert.deepEqual(named({ file: { name: "a" } }, { file: { name: "a" } }), ["a", "a-2"]);
   assert.deepEqual(named({ file: { name: "edited.png" } }, { file: { name: "mask.png" } }), ["edited-2.png", "mask-2.png"]);
-  const settings = { prompt: "p", references, control: null, lora: "", seed: "1", steps: null, margin: null, exact: false };
+  const settings = { prompt: "p", references, control: null, inputs: {}, lora: "", seed: "1", steps: null, margin: null, exact: false };
   const request = { base: "http://h/", picture, maskText: "aGk=", settings, needsKey: false };
   const fields = [...asCurl(request).matchAll(/-F '(\S+)=@"(.*)"' \\/g)].map(([, field, name]) => [field, name]);
   assert.deepEqual(fields, [["image", "image.png"], ["reference_image[]", "o'\\''k.png"], ["reference_image[]", "image-2.png"], ["reference_image[]", "image-3.png"]]);

@@ -1,4 +1,4 @@
-// Runs the tests: two servers for all of them, then node's own test runner. Its arguments go to the runner.
+// Runs the tests: three servers for all of them, then node's own test runner. Its arguments go to the runner.
 import { spawn } from "node:child_process";
 import { once } from "node:events";
 import { mkdtempSync, readdirSync, rmSync } from "node:fs";
@@ -13,10 +13,14 @@ const HERE = fileURLToPath(new URL("./", import.meta.url));
 async function main() {
   const folder = mkdtempSync(join(tmpdir(), "playground-"));
   const adapter = makeAdapter(join(folder, "adapter.safetensors"));
-  const servers = await Promise.all([startServer("--max-pixels", "13000000"), startServer("--api-key", KEY, "--segmenter", "none", "--lora", `${ADAPTER}=${adapter}`)]);
+  const servers = await Promise.all([
+    startServer("--max-pixels", "13000000"),
+    startServer("--api-key", KEY, "--segmenter", "none", "--lora", `${ADAPTER}=${adapter}`),
+    startServer("--catalog", `${ROOT}tests/browser/workflows.toml`, "--workflow", `${ROOT}tests/workflow_files`),
+  ]);
   try {
-    const [open, guarded] = servers.map(({ url }) => url);
-    return await runTests({ OPEN_URL: open, GUARDED_URL: guarded });
+    const [open, guarded, workflows] = servers.map(({ url }) => url);
+    return await runTests({ OPEN_URL: open, GUARDED_URL: guarded, WORKFLOWS_URL: workflows });
   } finally {
     await Promise.all(servers.map((server) => server.stop()));
     rmSync(folder, { recursive: true });

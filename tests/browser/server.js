@@ -10,8 +10,11 @@ export const PYTHON = process.env.PYTHON ?? `${ROOT}.venv/bin/python`;
 export const KEY = "sk-browser-test";
 export const ADAPTER = "stripes";
 
-/** What run.js has started: servers without and with an API key and an adapter. The latter finds no masks. */
-export const [OPEN_URL, GUARDED_URL] = [process.env.OPEN_URL, process.env.GUARDED_URL];
+/**
+ * What run.js has started: servers without and with an API key and an adapter, of which the latter finds no masks; and one
+ * with workflows, of which its model has one.
+ */
+export const { OPEN_URL, GUARDED_URL, WORKFLOWS_URL } = process.env;
 
 /** Run a Python program that may import the repository, its tests' helpers included. */
 export function runPython(program, ...args) {

@@ -4,17 +4,21 @@ anything.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from PIL import Image
 from server_process import ROOT
 
 from entrypoints.edit import main, save
+from tools.random_checkpoints import make_flux
 
 
 @pytest.fixture
@@ -91,4 +95,89 @@ def test_invalid_arguments_are_refused_before_a_model_is_loaded(
     assert main([str(source), *(word for pair in arguments.items() for word in pair)]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"error: Invalid '{flag[2:].replace('-', '_')}': ")
+    assert error.count("\n") == 1
+
+
+FILES = ROOT / "tests" / "workflow_files"
+
+
+def picture_at(path: Path) -> npt.NDArray[np.uint8]:
+    with Image.open(path) as picture:
+        return np.asarray(picture.convert("RGB"))
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str, model: Path) -> Any:
+    """What a workflow's command prints."""
+    assert main(["--model", str(model), *words]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_workflow_writes_its_pictures_and_tensors_and_prints_the_rest(
+    tiny_checkpoint: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = source.with_name("out.png")
+    given = {"image": f"@{source}", "count": "-4", "words": "a=b", "strength": "2"}
+    words = [word for name, value in given.items() for word in ("--input", f"{name}={value}")]
+    file = str(FILES / "inspecting.py")
+    made = printed(capsys, "--workflow", file, *words, "-o", str(out), model=tiny_checkpoint)
+    assert made["values"] == {"count": -3, "strength": 4.0, "flip": True, "words": "a=b!"}
+    places = {"style": "out-style.png", "picture": "out.png", "means": "out-means.npy"}
+    assert made["files"] == {name: str(source.with_name(place)) for name, place in places.items()}
+    pixels = picture_at(out)
+    np.testing.assert_array_equal(pixels, picture_at(source))
+    np.testing.assert_allclose(np.load(source.with_name("out-means.npy")), pixels.mean((0, 1)), rtol=1e-5)
+    assert picture_at(source.with_name("out-style.png")).shape == (1, 1, 3)
+
+
+def test_a_workflow_may_take_a_tensor_and_make_no_file(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "numbers.npy", np.arange(6.0).reshape(2, 3))
+    numbers = f"numbers=@{tmp_path / 'numbers.npy'}"
+    made = printed(capsys, "--workflow", str(FILES / "summing.py"), "--input", numbers, model=tiny_checkpoint)
+    assert made == {"files": {}, "values": {"sum": 15.0}}
+
+
+def test_a_model_edits_by_a_workflow(
+    tmp_path: Path, source: Path, mask: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = make_flux(tmp_path / "flux", native_size=64), source.with_name("out.png")
+    words = [str(source), "--mask-image", str(mask), "--prompt", "p", "--num-inference-steps", "1", "-o", str(out)]
+    workflow = ["--workflow", str(ROOT / "examples" / "workflows" / "guarded.py"), "--input", "most_red=-255"]
+    made = printed(capsys, *words, *workflow, model=model)
+    assert made == {"files": {"picture": str(out)}, "values": {"is_safe": False}}
+    assert not picture_at(out)[:4, :4].any()
+
+
+WHOLE = ("--input", "image=@{}", "--input", "count=1")
+INSPECT = ("--workflow", str(FILES / "inspecting.py"), "-o", "out.png")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((*INSPECT, "--input", "image=@none.png", "--input", "count=1"), "Cannot read 'none.png': No such file"),
+        ((*INSPECT, "--input", "image=none.png", "--input", "count=1"), "Invalid 'image': it is a picture of up to"),
+        ((*INSPECT, "--input", "image=@{}"), "Missing input 'count' of workflow 'inspect'; give one: integer"),
+        ((*INSPECT, "--input", "count=1.5"), "Invalid type for 'count': expected an integer"),
+        ((*INSPECT, "--input", "count=1", "--input", "count=2"), "Invalid 'count': given more than once"),
+        ((*INSPECT, "--input", "who=1"), "Invalid 'who': workflow 'inspect' has no such input; it takes image, count"),
+        ((*INSPECT, "--input", "who"), "Invalid '--input who': give NAME=VALUE, or NAME=@FILE"),
+        ((*INSPECT, *WHOLE, "{}"), "Invalid 'image': workflow 'inspect' takes all"),
+        ((*INSPECT, *WHOLE, "--seed", "1"), "Invalid '--seed': workflow 'inspect'"),
+        ((*INSPECT[:2], *WHOLE), "Missing '--output': the workflow makes style"),
+        ((*INSPECT[:3], "out.gif", *WHOLE), "its name must end in .png"),
+        (("--workflow", str(FILES / "without_pictures.py")), "has several, length, count; give a file with one"),
+        (("--workflow", "none.py"), "none.py: cannot be read"),
+        (("{}", "--prompt", "p", "-o", "out.png", "--input", "x=1"), "a workflow takes inputs; name its file"),
+        (("{}", "-o", "out.png"), "Missing '--prompt': an edit needs it"),
+    ],
+)
+def test_what_a_workflow_is_given_wrongly_is_refused_before_a_model_is_loaded(
+    source: Path, words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model", "/no/such/model", *(word.format(source) for word in words)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert told in error
     assert error.count("\n") == 1

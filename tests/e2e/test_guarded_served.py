@@ -81,6 +81,12 @@ def pixels_of(file: bytes) -> npt.NDArray[np.uint8]:
     return np.asarray(Image.open(io.BytesIO(file)).convert("RGB"))
 
 
+def png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return file.getvalue()
+
+
 def asked(seed: int, prompt: str = "a red shirt", steps: int = 4, **changes: Any) -> EditInput:
     return replace(make_input(seed, steps, prompt, side=SIDE), **changes)
 
@@ -262,14 +268,53 @@ async def test_the_api_takes_inputs_of_a_models_workflow_and_gives_its_values(en
         assert not any(pixels_of(base64.b64decode(each["b64_json"])).any() for each in (partial, event))
         assert event["values"] == black["values"]
         form = {"model": "guarded", "prompt": BAD, "num_inference_steps": "2", "strictness": "0"}
-        photo = io.BytesIO()
-        Image.new("RGB", (64, 64)).save(photo, "png")
-        edited_one = await client.post("/images/edits", data=form, files={"image": photo.getvalue()})
+        photo = png(np.zeros((64, 64, 3), np.uint8))
+        edited_one = await client.post("/images/edits", data=form, files={"image": photo})
         assert edited_one.json()["values"]["is_bad"] is False
         refused = (await made(strictness="much")).json()["error"]
         assert (refused["param"], refused["code"]) == ("strictness", "invalid_type")
         assert "strictness" in (await made(model="plain", strictness=1)).json()["stencil"]["ignored"]
         listed = {model["id"]: model for model in (await client.get("/models")).json()["data"]}
-        assert listed["guarded"]["inputs"] == [{"name": "strictness", "type": "number", "required": False}]
+        assert listed["guarded"]["inputs"] == [
+            {"name": "strictness", "type": "number", "required": False},
+            {"name": "stamp", "type": "picture", "max_width": 16, "max_height": 16, "required": False},
+        ]
         assert [each["name"] for each in listed["guarded"]["outputs"]] == ["is_bad", "mean"]
+        assert [listed[name]["partial_images"] for name in ("guarded", "judged", "repainted")] == [False, True, False]
         assert "inputs" not in listed["plain"]
+
+
+async def test_a_picture_for_a_models_workflow_is_a_file_or_base64(engine: AsyncEngine) -> None:
+    rng = np.random.default_rng(1)
+    stamp, photo, large = (rng.integers(0, 256, (*sides, 3), np.uint8) for sides in ((8, 16), (64, 64), (17, 16)))
+    files = {name: png(pixels) for name, pixels in (("stamp", stamp), ("image", photo), ("large", large))}
+    transport = httpx.ASGITransport(create_app(engine, ServerSettings((), max_upload_bytes=10**5)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://stencil/v1", timeout=60) as client:
+
+        async def sent(path: str, **content: Any) -> httpx.Response:
+            return await client.post(f"/images/{path}", **content)
+
+        def stamped(answer: httpx.Response) -> npt.NDArray[np.uint8]:
+            return pixels_of(base64.b64decode(answer.json()["data"][0]["b64_json"]))[28:36, 24:40]
+
+        form = {"model": "guarded", "prompt": "a hat", "num_inference_steps": "2", "seed": "1"}
+        text = base64.b64encode(files["stamp"]).decode()
+        members = {**form, "num_inference_steps": 2, "seed": 1, "stamp": f"data:image/png;base64,{text}"}
+        for path, content in (
+            ("edits", {"data": form, "files": {"image": files["image"], "stamp": files["stamp"]}}),
+            ("edits", {"data": {**form, "stamp": text}, "files": {"image": files["image"]}}),
+            ("generations", {"data": {**form, "size": "64x64"}, "files": {"stamp": files["stamp"]}}),
+            ("generations", {"json": {**members, "size": "64x64"}}),
+        ):
+            np.testing.assert_array_equal(stamped(await sent(path, **content)), stamp)
+        for file, refusal in (
+            (b"none", (400, "stamp", "invalid_image_file")),
+            (files["large"], (400, "stamp", "image_too_large")),
+            (bytes(10**5 + 1), (413, "stamp", "request_too_large")),
+        ):
+            answer = await sent("edits", data=form, files={"image": files["image"], "stamp": file})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"], error["code"]) == refusal
+        plain = await sent("edits", data={**form, "model": "plain"}, files={"image": files["image"], "stamp": b"x"})
+        assert plain.json()["stencil"]["ignored"] == ["stamp"]
+    await until(lambda: engine.services.arena.used_bytes == 0, 10)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import json
 import random
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,94 +19,17 @@ from pictures import decode, encode, photo
 from server_process import ServerProcess, fork
 
 API_KEY = "sk-local"
-SAFETY = Path(__file__).resolve().parents[2] / "examples" / "workflows" / "safety.py"
-OWN = """
-from entrypoints.workflows import Image, Model, Workflow, picture, steps, tensor, text
-
-
-class Inspect(Model):
-    def setup_io(self):
-        self.add_input("image", Image)
-        self.add_input("count", int)
-        self.add_input("strength", float, required=False)
-        self.add_input("flip", bool, required=False)
-        self.add_input("words", text(16), required=False)
-        self.add_input("style", picture(32, 48), required=False)
-        for name, kind in (("count", int), ("strength", float), ("flip", bool), ("words", text(32))):
-            self.add_output(name, kind)
-        self.add_output("picture", Image)
-        self.add_output("style", picture(32, 48))
-        self.add_output("means", tensor("float32", 3))
-
-    def load(self, device, dtype):
-        pass
-
-    def execute(self, image, count, strength=0.5, flip=False, words="none", style=None):
-        if words == "fail":
-            raise ValueError("/secret/path")
-        return {
-            "count": count + 1,
-            "strength": strength * 2,
-            "flip": not flip,
-            "words": words + "!",
-            "picture": image.flip(1) if flip else image,
-            "style": image[:1, :1] if style is None else style,
-            "means": image.float().mean((0, 1)),
-        }
-
-
-with Workflow(name="inspect") as inspect:
-    values = {
-        "image": inspect.add_input("image", Image),
-        "count": inspect.add_input("count", int),
-        "strength": inspect.add_input("strength", float, required=False),
-        "flip": inspect.add_input("flip", bool, required=False),
-        "words": inspect.add_input("words", text(16), required=False),
-        "style": inspect.add_input("style", picture(32, 48), required=False),
-    }
-    made = Inspect()(**values)
-    for name in ("style", "picture", "count", "strength", "flip", "words", "means"):
-        inspect.add_output(getattr(made, name), name=name)
-
-
-class Count(Model):
-    def setup_io(self):
-        self.add_input("prompt", str)
-        self.add_output("length", int)
-
-    def load(self, device, dtype):
-        pass
-
-    def execute(self, prompt):
-        return {"length": len(prompt)}
-
-
-class Sum(Model):
-    def setup_io(self):
-        self.add_input("numbers", tensor("int64", 4))
-        self.add_output("sum", int)
-
-    def load(self, device, dtype):
-        pass
-
-    def execute(self, numbers):
-        return {"sum": int(numbers.sum())}
-
-
-with Workflow(name="length") as length:
-    length.add_output(Count()(length.add_input("prompt", str)), name="length")
-
-with Workflow(name="sum") as total:
-    total.add_output(Sum()(total.add_input("numbers", tensor("int64", 4))), name="sum")
-"""
+ROOT = Path(__file__).resolve().parents[2]
+FILES = (ROOT / "tests" / "workflow_files", ROOT / "examples" / "workflows" / "safety.py")
 
 
 @pytest.fixture(scope="module")
 def server(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("workflows")
-    (folder / "own.py").write_text(OWN)
-    flags = ("--api-key", API_KEY, "--max-upload-bytes", "100000", "--workflow", str(folder / "own.py"))
-    server = fork(folder / "scratch", *server_flags, *flags, "--workflow", str(SAFETY))
+    flags = ["--api-key", API_KEY, "--max-upload-bytes", "1000000"]
+    for file in FILES:
+        flags += ["--workflow", str(file)]
+    server = fork(folder / "scratch", *server_flags, *flags)
     yield server
     assert server.stop() == 0, server.log.read_text()
 
@@ -206,7 +131,7 @@ def test_a_workflow_without_a_picture_answers_with_values_alone(client: openai.O
 
 def test_the_list_of_models_says_what_workflows_take_and_make(client: openai.OpenAI) -> None:
     models = client.models.list().data
-    assert [model.id for model in models] == ["tiny/fill", "inspect", "length", "sum", "safety"]
+    assert [model.id for model in models] == ["tiny/fill", "inspect", "sum", "length", "count", "safety"]
     inspect = client.models.retrieve("inspect").to_dict()
     assert inspect == models[1].to_dict()
     assert inspect["modality"] == "workflow"
@@ -221,6 +146,97 @@ def test_the_list_of_models_says_what_workflows_take_and_make(client: openai.Ope
     assert inspect["outputs"][0] == {"name": "style", "type": "picture", "max_width": 48, "max_height": 32}
     assert inspect["outputs"][-1] == {"name": "means", "type": "tensor", "dtype": "float32", "max_shape": [3]}
     assert "inputs" not in models[0].to_dict()
+    assert client.models.retrieve("sum").to_dict()["inputs"][1] == {
+        "name": "flags",
+        "type": "tensor",
+        "dtype": "bool",
+        "max_shape": [4],
+        "required": False,
+    }
+    _, rounds = client.models.retrieve("count").to_dict()["inputs"]
+    assert rounds == {"name": "rounds", "type": "integer", "minimum": 1, "maximum": 200, "required": True}
+
+
+def tensor_object(array: Any, **changes: Any) -> dict[str, Any]:
+    data = base64.b64encode(array.tobytes()).decode()
+    return {"dtype": array.dtype.name, "shape": list(array.shape), "base64": data} | changes
+
+
+def form(**fields: str) -> dict[str, Any]:
+    """A multipart form without files."""
+    return {"files": {name: (None, text) for name, text in fields.items()}}
+
+
+NUMBERS = np.arange(3 * 30000, dtype=np.float64).reshape(3, 30000)
+"""More than the 512 KiB above which the texts of a body are kept apart."""
+
+
+def test_a_tensor_comes_as_answers_show_one(client: openai.OpenAI, raw: httpx.Client) -> None:
+    whole, flags = tensor_object(NUMBERS), tensor_object(np.array([True, False, True]))
+    for body in (
+        {"json": {"model": "sum", "numbers": whole, "flags": flags}},
+        form(model="sum", numbers=json.dumps(whole), flags=json.dumps(flags)),
+        {"data": {"model": "sum"}, "files": {"numbers": json.dumps(whole), "flags": json.dumps(flags)}},
+    ):
+        assert raw.post("/images/generations", **body).json()["values"] == {"sum": NUMBERS.sum() + 2}
+    result = client.images.generate(model="sum", prompt="", extra_body={"numbers": whole, "flags": None})
+    assert result.values == {"sum": NUMBERS.sum()}
+    edited = client.images.edit(model="sum", image=[], prompt="", extra_body={"numbers": json.dumps(whole)})
+    assert edited.values == {"sum": NUMBERS.sum()}
+    empty = tensor_object(np.zeros((3, 0)))
+    assert raw.post("/images/edits", json={"model": "sum", "numbers": empty}).json()["values"] == {"sum": 0}
+
+
+SMALL = tensor_object(np.ones((2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [
+        ("[1, 2]", "expected an object of JSON with 'dtype', 'shape' and 'base64'"),
+        ("{", "expected an object of JSON with 'dtype', 'shape' and 'base64'"),
+        ({"dtype": "float64", "shape": [2, 2]}, "expected an object of JSON with 'dtype', 'shape' and 'base64'"),
+        (SMALL | {"shape": [2] * 9}, "expected an object of JSON with 'dtype', 'shape' and 'base64'"),
+        (SMALL | {"shape": [2**70]}, "expected an object of JSON with 'dtype', 'shape' and 'base64'"),
+        (SMALL | {"dtype": "float32"}, "it is float32, and float64 is declared"),
+        (SMALL | {"shape": [4]}, r"its shape is \[4\], and tensor float64 up to \[3, 65536\] is declared"),
+        (SMALL | {"shape": [-2, -2]}, "expected an object of JSON with 'dtype', 'shape' and 'base64'"),
+        (json.dumps(SMALL).replace("2", "9" * 5000), "expected an object of JSON with 'dtype', 'shape' and 'base64'"),
+        (SMALL | {"shape": [2, 3]}, r"it has 32 bytes, and float64 \[2, 3\] has 48"),
+        (SMALL | {"base64": "%%%"}, "not valid base64"),
+        (tensor_object(np.array([[1.0, np.nan]])), "not all of its numbers are finite"),
+    ],
+)
+def test_a_tensor_that_is_not_as_declared_is_refused(raw: httpx.Client, numbers: Any, told: str) -> None:
+    text = numbers if isinstance(numbers, str) else json.dumps(numbers)
+    for body in (form(model="sum", numbers=text), {"json": {"model": "sum", "numbers": numbers}}):
+        answer = raw.post("/images/generations", **body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "numbers")
+        assert re.search(told, error["message"])
+
+
+def test_other_refusals_of_tensors(client: openai.OpenAI, raw: httpx.Client) -> None:
+    odd = tensor_object(np.array([2], np.uint8), dtype="bool")
+    answer = raw.post("/images/generations", json={"model": "sum", "numbers": SMALL, "flags": odd})
+    assert "a bool is a byte of 0 or 1" in answer.json()["error"]["message"]
+    with pytest.raises(openai.BadRequestError, match="in a form it is one text, JSON, and not spread over several"):
+        client.images.edit(model="sum", image=PHOTO, prompt="", extra_body={"numbers": SMALL})
+    large = tensor_object(np.ones(130000))
+    for body in ({"json": {"model": "sum", "numbers": large}}, form(model="sum", numbers=json.dumps(large))):
+        answer = raw.post("/images/edits", **body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (413, "numbers")
+    twice = [("numbers", (None, json.dumps(SMALL)))] * 2
+    answer = raw.post("/images/edits", files=[("model", (None, "sum")), *twice])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "numbers")
+
+
+def test_the_rounds_of_a_loop_have_a_range(raw: httpx.Client) -> None:
+    made = raw.post("/images/generations", json={"model": "count", "number": 1, "rounds": 3})
+    assert made.json()["values"] == {"number": 7}
+    for rounds, code in ((0, "integer_below_min_value"), (201, "integer_above_max_value")):
+        answer = raw.post("/images/generations", json={"model": "count", "number": 1, "rounds": rounds})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
 
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
@@ -262,7 +278,7 @@ def test_other_refusals(client: openai.OpenAI, raw: httpx.Client) -> None:
     ):
         answer = raw.post("/images/edits", data=fields, files=[(name, ("a.png", file)) for name, file in files])
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    too_large = raw.post("/images/edits", data=fields, files={"image": bytes(100_001)})
+    too_large = raw.post("/images/edits", data=fields, files={"image": bytes(1_000_001)})
     assert (too_large.status_code, too_large.json()["error"]["param"]) == (413, "image")
     for members, param in (
         ({"image": "https://example.com/a.png"}, "image"),
@@ -273,9 +289,8 @@ def test_other_refusals(client: openai.OpenAI, raw: httpx.Client) -> None:
     ):
         answer = raw.post("/images/edits", json={"model": "inspect", "count": 1} | members)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    for numbers in ({}, {"numbers": [1, 2]}):
-        answer = raw.post("/images/generations", json={"model": "sum"} | numbers)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_parameter")
+    answer = raw.post("/images/generations", json={"model": "sum"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "missing_required_parameter")
     with pytest.raises(openai.NotFoundError):
         client.images.generate(model="inspects", prompt="")
 
@@ -293,7 +308,8 @@ def test_a_class_that_fails_fails_its_request_alone_and_tells_nothing(
 
 def test_nothing_that_is_sent_is_an_error_of_the_server(raw: httpx.Client) -> None:
     """Random fields and files of random kinds: each is answered or refused."""
-    rng, values = random.Random(5), ("", "1", "-0.5", "true", "null", "[]", "\x00", "a" * 5000, "1e999", "ü")
+    rng = random.Random(5)
+    values = ("", "1", "-0.5", "true", "null", "[]", "\x00", "a" * 5000, "1e999", "ü", json.dumps(SMALL))
     names = [
         "image",
         "image[]",
@@ -302,6 +318,8 @@ def test_nothing_that_is_sent_is_an_error_of_the_server(raw: httpx.Client) -> No
         "flip",
         "words",
         "style",
+        "numbers",
+        "flags",
         "prompt",
         "n",
         "mask",
@@ -317,7 +335,7 @@ def test_nothing_that_is_sent_is_an_error_of_the_server(raw: httpx.Client) -> No
             for name in rng.sample(names, rng.randrange(len(names)))
         ]
         members = {
-            name: rng.choice([*values, 3, -0.5, True, None, [], {}, 2**70, data_url(PHOTO)]) for name, _ in parts
+            name: rng.choice([*values, 3, -0.5, True, None, [], {}, 2**70, data_url(PHOTO), SMALL]) for name, _ in parts
         }
         for body in ({"files": parts}, {"json": members | {"model": parts[0][1][1]}}):
             answer = raw.post(rng.choice(["/images/edits", "/images/generations"]), **body)

@@ -23,6 +23,7 @@ from engine.client.resolve.mask_aware import resolve_margin
 from engine.client.resolve.sampling_defaults import resolve
 from engine.client.resolve.sought_mask import check_sought_mask
 from engine.client.services import Services
+from engine.client.sessions.class_files import ClassFiles
 from engine.client.sessions.class_values import ClassValues
 from engine.client.sessions.edit_images import EditImage
 from engine.client.sessions.edit_requests import EditRequests
@@ -67,6 +68,7 @@ class EditPreparation:
         self._workflow = self._chosen_workflow()
         _check_partial_images(edit, self._workflow)
         self._values = ClassValues(self._workflow, memory)
+        self._files = ClassFiles(services, self._workflow, memory, caller)
         self._given = dict[str, ArrayRef]()  # for nodes of users' classes, once they are stored
         self._template = _find_template(edit, services.templates.store)
         self._upload = self._template.upload if self._template else edit.image
@@ -108,9 +110,10 @@ class EditPreparation:
     def image_seconds(self) -> ImageSeconds:
         """Predicted time of all its image work."""
         costs, edit = self._services.images.costs, self._edit
-        beside = [*edit.references, *(each.picture for each in edit.controls)]
+        own = edit.input_files.pictures.values()
+        beside = [*edit.references, *(each.picture for each in edit.controls), *own]
         work = prepare_work([self._upload, edit.mask, *beside], self._canvas_size)
-        prepare = costs.predict(work) if self._has_files else 0.0
+        prepare = costs.predict(work) if self._has_files or own else 0.0
         compose = costs.predict(compose_work(edit, self._canvas_size))
         return ImageSeconds(prepare, compose, num_files(edit) * compose)
 
@@ -141,6 +144,7 @@ class EditPreparation:
         edit, model, scales = self._edit, self._model, self._scales
         takes_prompt = any(port.name == "prompt" for port in self._workflow.own_inputs)
         self._given = await self._values.store({**edit.inputs, **({"prompt": edit.prompt} if takes_prompt else {})})
+        self._given |= await self._files.read(edit.input_files)
         sizes = model.native_size, model.token_size
         nbytes = image_ops.scratch_bytes(*sizes, num_canvases=1 + len(scales), num_controls=len(edit.controls))
         if model.references is not None:

@@ -19,10 +19,11 @@ from core.messages.engine import Aborted, EngineRequest, Failed, Finished
 from core.messages.specs import RunSpec
 from core.sampling_params import MAX_INFERENCE_STEPS
 from core.validation import check_integer
-from engine.client.run_files import RunFiles, RunResults
+from engine.client.run_files import RunEncoding, RunResults
 from engine.client.run_input import RunInput
 from engine.client.run_values import RunValue
 from engine.client.services import Services
+from engine.client.sessions.class_files import ClassFiles
 from engine.client.sessions.class_values import ClassValues
 from engine.client.sessions.run_pictures import RunPictures
 from engine.client.sessions.running_sessions import shut_down
@@ -44,7 +45,9 @@ class RunSession(Session):
         self._asked = asked
         self._workflow = workflow
         self._memory = SessionMemory(services)
+        self._caller = Caller(request_id, asked.owner, asked.priority, self.arrival)
         self._values = ClassValues(workflow, self._memory)
+        self._files = ClassFiles(services, workflow, self._memory, self._caller)
         self._places = dict[str, ArrayRef]()  # result -> its memory, uint8 [most bytes]
         self._answer: RequestOutput | None = None
         self._is_with_caller = False  # all files are made
@@ -58,17 +61,14 @@ class RunSession(Session):
         DeadlineExceededError, EngineError and its subclasses, of which RunError names the node that has failed.
         """
         async with self._within_time():
-            finished = await self._finish({})
+            finished = await self._finish()
         return await asyncio.to_thread(self._read, self._places, finished.shapes)
 
-    async def run_files(self, files: RunFiles) -> RunResults:
+    async def run_files(self, encoding: RunEncoding) -> RunResults:
         """The results, as `run` makes them, with pictures as files. These are valid until `close`."""
-        caller = Caller(self._id, self.owner, self.priority, self.arrival)
-        pictures = RunPictures(self._services, self._workflow, files, self._memory, caller)
+        pictures = RunPictures(self._services, encoding, self._memory, self._caller)
         async with self._within_time():
-            async with self._services.sessions.until_shutdown():
-                given = await pictures.read()
-            finished = await self._finish(given)
+            finished = await self._finish()
             drawn = {name: place for name, place in self._places.items() if self._values.is_picture(name)}
             others = {name: place for name, place in self._places.items() if name not in drawn}
             async with self._services.sessions.until_shutdown():
@@ -86,11 +86,13 @@ class RunSession(Session):
         except TimeoutError as error:
             raise DeadlineExceededError("The request's timeout passed before it finished.") from error
 
-    async def _finish(self, pictures: Mapping[str, ArrayRef]) -> Finished:
-        """Run it to its end. pictures: further inputs. Raises as `run`."""
+    async def _finish(self) -> Finished:
+        """Run it to its end. Raises as `run`."""
         inputs = await self._values.store(self._asked.inputs)
+        async with self._services.sessions.until_shutdown():
+            files = await self._files.read(self._asked.input_files)
         self._places = self._values.make_places()
-        spec = RunSpec(inputs={**inputs, **pictures}, outputs=self._places)
+        spec = RunSpec(inputs={**inputs, **files}, outputs=self._places)
         self._services.router.submit(self._make_request(spec), self._on_output)
         self.is_submitted = True
         async with self._services.sessions.until_shutdown():

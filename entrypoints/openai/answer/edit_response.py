@@ -10,6 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from typing import Generic, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -39,17 +40,19 @@ _STREAM_HEADERS = {
     "x-accel-buffering": "no",  # otherwise nginx buffers partial images
 }
 _log = logging.getLogger("stencil.api")
+Call = TypeVar("Call")
 
 
 class _ClientStalledError(Exception):
     """The client has read nothing for STALL_SECONDS."""
 
 
-class EngineResponse(Response, ABC):
+class EngineResponse(Response, ABC, Generic[Call]):
     """The answer to one call. Refusals are raised before the first byte is sent, so that they keep their status."""
 
-    def __init__(self, engine: AsyncEngine, submission: Submission) -> None:
+    def __init__(self, engine: AsyncEngine, call: Call, submission: Submission) -> None:
         self._engine = engine
+        self._call = call
         self._submission = submission
         self._reports: list[EditReport] = []  # of finished images
         self.background = None
@@ -71,12 +74,8 @@ class EngineResponse(Response, ABC):
         """Run the call, and send its answer."""
 
 
-class EditResponse(EngineResponse):
+class EditResponse(EngineResponse[ImagesCall]):
     """The answer to an edit, a generation, or a request for a mask."""
-
-    def __init__(self, engine: AsyncEngine, call: ImagesCall, submission: Submission) -> None:
-        super().__init__(engine, submission)
-        self._call = call
 
     async def _run(self, record: RequestRecord, send: Send) -> None:
         async with self._engine.edit(record.request_id, self._call.edit, self._call.choice) as outputs:

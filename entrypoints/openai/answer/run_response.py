@@ -9,25 +9,19 @@ from typing import Any
 import msgspec
 from starlette.types import Send
 
-from engine.client.async_engine import AsyncEngine
 from engine.client.run_files import RunResults
 from entrypoints.openai.answer.edit_response import EngineResponse, send_json
 from entrypoints.openai.answer.responses import Parts
 from entrypoints.openai.answer.shown_values import shown_values
-from entrypoints.openai.body.submission import Submission
 from entrypoints.openai.guards.request_record import RequestRecord
 from entrypoints.openai.run_request import RunCall
 
 
-class RunResponse(EngineResponse):
+class RunResponse(EngineResponse[RunCall]):
     """The answer to a request that names a workflow: its pictures in `data`, all other results in `values`."""
 
-    def __init__(self, engine: AsyncEngine, call: RunCall, submission: Submission) -> None:
-        super().__init__(engine, submission)
-        self._call = call
-
     async def _run(self, record: RequestRecord, send: Send) -> None:
-        async with self._engine.run_files(record.request_id, self._call.asked, self._call.files) as results:
+        async with self._engine.run_files(record.request_id, self._call.asked, self._call.encoding) as results:
             self._submission.close()  # the engine has its own copy by now
             await send_json(send, await run_response(self._call, results))
 
@@ -37,7 +31,7 @@ async def run_response(call: RunCall, results: RunResults) -> Parts:
     head: dict[str, Any] = {"created": int(time.time())}
     if results.pictures:
         first = results.pictures[0]
-        head |= {"output_format": call.files.output_format, "size": f"{first.width}x{first.height}"}
+        head |= {"output_format": call.encoding.output_format, "size": f"{first.width}x{first.height}"}
     if call.safety_identifier:
         head["safety_identifier"] = call.safety_identifier
     parts: Parts = [msgspec.json.encode(head)[:-1] + b',"data":[']

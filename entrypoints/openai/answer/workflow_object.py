@@ -18,12 +18,21 @@ def workflow_object(workflow: Workflow, created: int) -> dict[str, Any]:
 
 def own_ports(workflow: Workflow | None) -> dict[str, Any]:
     """`inputs` and `outputs` of users' classes, if there are any, with their types and greatest sizes. Of a workflow of
-    a model, its prompt and picture are left out.
+    a model, its prompt and picture are left out; `partial_images` is whether requests may ask for these.
     """
     if workflow is None or not workflow.has_own_ports:
         return {}
-    inputs = [_shown(port, port.form) | {"required": not port.is_optional} for port in OwnFields.of(workflow).ports]
-    return {"inputs": inputs, "outputs": [_shown(port, port.form) for port in workflow.own_results]}
+    own = OwnFields.of(workflow)
+    inputs = [_shown(port, port.form) | _range(own, port) | {"required": not port.is_optional} for port in own.ports]
+    ports = {"inputs": inputs, "outputs": [_shown(port, port.form) for port in workflow.own_results]}
+    return ports if own.is_alone else ports | {"partial_images": workflow.last_between is None}
+
+
+def _range(own: OwnFields, port: Port) -> dict[str, Any]:
+    """The range of a number that says how many rounds a loop has; others have none of their own."""
+    if port.name not in own.counters:
+        return {}
+    return {"minimum": own.fields[port.name].low, "maximum": own.fields[port.name].high}
 
 
 def _shown(port: Port, form: Form | None) -> dict[str, Any]:

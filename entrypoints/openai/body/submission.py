@@ -9,13 +9,15 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
+from typing import Annotated, TypeVar, cast
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from core.errors import AbortedError, InvalidRequestError
+from core.graph.form import MAX_FORM_BYTES, MAX_SIDES, TENSOR_BYTES
 from core.lora import Lora
+from engine.client.input_files import InputFiles, TensorFile
 from entrypoints.openai.answer.errors import BodyTimeoutError, RequestTooLargeError, UnsupportedContentTypeError
 from entrypoints.openai.body.json_body import JsonBody
 from entrypoints.openai.body.multipart import Part, read_multipart
@@ -35,9 +37,19 @@ T = TypeVar("T")
 _JsonImage = str | dict[str, msgspec.Raw]
 """An image of a JSON body: a data: URL, or an object with `image_url`, as OpenAI's API has it."""
 _JSON_IMAGE = "a data: URL or an object with one as 'image_url'"
+_JSON_TENSOR = "an object of JSON with 'dtype', 'shape' and 'base64'"
+_Side = Annotated[int, msgspec.Meta(ge=0, le=MAX_FORM_BYTES)]
 _UPLOAD_FIELDS = ("image", "mask", "mask_image")
 _FILE_FIELDS = (*_UPLOAD_FIELDS, "reference_image", "control_image", "markup")
 _PICTURE_LISTS = ("image", "reference_image", "control_image")
+
+
+class _JsonTensor(msgspec.Struct, forbid_unknown_fields=True):
+    """A tensor of a JSON body, as answers show one."""
+
+    dtype: Annotated[str, msgspec.Meta(max_length=max(map(len, TENSOR_BYTES)))]
+    shape: Annotated[tuple[_Side, ...], msgspec.Meta(max_length=MAX_SIDES)]
+    base64: str  # its bytes, little-endian, row by row
 
 
 @dataclass
@@ -51,6 +63,7 @@ class Submission:
     ignored: list[str] = field(default_factory=list)  # unknown fields, in the order of arrival
     own: OwnFields | None = None  # of the workflow of users' classes that it names, or that its model has
     own_pictures: dict[str, SpooledUpload] = field(default_factory=dict)  # input of that workflow -> its file
+    own_tensors: dict[str, TensorFile] = field(default_factory=dict)  # input of that workflow -> its tensor
 
     @property
     def model(self) -> str:
@@ -62,6 +75,11 @@ class Submission:
         """The adapters that it names."""
         return cast(tuple[Lora, ...], self.values.get("lora", ()))
 
+    @property
+    def input_files(self) -> InputFiles:
+        """What it gives that workflow as files."""
+        return InputFiles(pictures=self.own_pictures, tensors=self.own_tensors)
+
     def close(self) -> None:
         for upload in self.files:
             upload.close()
@@ -70,7 +88,8 @@ class Submission:
     def files(self) -> list[SpooledUpload]:
         """All uploads."""
         pictures = (self.uploads, self.references, self.controls, self.own_pictures)
-        return [upload for each in pictures for upload in each.values()]
+        tensors = (cast(SpooledUpload, tensor.content) for tensor in self.own_tensors.values())
+        return [*(upload for each in pictures for upload in each.values()), *tensors]
 
 
 async def read_edit(
@@ -151,9 +170,9 @@ class _Form:
     max_controls: int = 0  # that are kept
     own: OwnFieldsByModel = NOTHING_OWN
 
-    def is_own_picture(self, base: str) -> bool:
-        """Whether a text of this name may be a picture of a workflow."""
-        return base in self.own.pictures and base not in self.fields
+    def is_own_file(self, base: str) -> bool:
+        """Whether a text of this name may be a picture or tensor of a workflow."""
+        return base in self.own.files and base not in self.fields
 
 
 _EDIT_FORM = _Form(EDIT_FIELDS, (*_UPLOAD_FIELDS, "reference_image", "control_image"), MAX_INPUT_IMAGES)
@@ -174,19 +193,19 @@ async def _read_multipart(request: Request, content_type: str, max_upload_bytes:
             is_kept = num_references < form.max_references if is_reference else is_first
             if base == "control_image":
                 is_kept = kept.count("control_image") < form.max_controls
-            return max_upload_bytes, (base in form.files and is_kept) or (base in form.own.pictures and is_first)
-        if is_picture(base):
+            return max_upload_bytes, (base in form.files and is_kept) or (base in form.own.files and is_first)
+        if is_file(base):
             return _base64_bytes(max_upload_bytes), is_first
         left = MAX_TEXT_BYTES - sum(
-            other.received for other in earlier if not other.is_file and not is_picture(_base_name(other.name))
+            other.received for other in earlier if not other.is_file and not is_file(_base_name(other.name))
         )
         return left, (base in form.fields or base in form.own.names) and is_first
 
-    def is_picture(base: str) -> bool:
-        """Whether a text of this name is the base64 text of a picture."""
-        return (base == "mask_image" and base in form.files) or form.is_own_picture(base)
+    def is_file(base: str) -> bool:
+        """Whether a text of this name has a file's content in base64."""
+        return (base == "mask_image" and base in form.files) or form.is_own_file(base)
 
-    limit = (form.max_images + 2) * max_upload_bytes + _base64_bytes(max_upload_bytes)
+    limit = (form.max_images + 2) * max_upload_bytes + (1 + form.own.most_files) * _base64_bytes(max_upload_bytes)
     parts = await read_multipart(_body(request, limit), content_type, rule)
     submission = Submission()
     with ExitStack() as on_error:
@@ -214,6 +233,8 @@ async def _take_parts(submission: Submission, parts: list[Part], max_upload_byte
         base = _base_name(part.name)
         if own and base in own.pictures:
             await _take_own_picture(submission, part, base, max_upload_bytes)
+        elif own and base in own.tensors:
+            await _take_own_tensor(submission, part, max_upload_bytes)
         elif own and own.is_alone:
             await _take_own_text(submission, part, own, fields)
         elif base in taken and base in form.files:
@@ -223,9 +244,7 @@ async def _take_parts(submission: Submission, parts: list[Part], max_upload_byte
         elif part.name in fields:
             await _take_text(submission, part, fields)
         else:
-            _refuse_split(part.name)
-            if own:
-                own.check_supported(part.name)
+            _refuse_split(part.name, own)
             _ignore(submission, part.name)
 
 
@@ -245,20 +264,52 @@ async def _take_own_picture(submission: Submission, part: Part, base: str, max_u
         submission.own_pictures[base] = await decode_base64(part.content.chunks(), base, max_upload_bytes)
 
 
+async def _take_own_tensor(submission: Submission, part: Part, max_upload_bytes: int) -> None:
+    """A tensor of a workflow: text or a file, with what the member of a JSON body has."""
+    if part.name in submission.own_tensors:
+        raise _duplicate(part.name)
+    body = JsonBody()
+    with closing(body):
+        async for chunk in part.content.chunks():
+            await body.feed(chunk)
+            if len(body.text) > MAX_TEXT_BYTES:
+                raise _too_long(part.name, part.content.size)
+        try:
+            raw = decode_json(body.text, msgspec.Raw)
+        except InvalidRequestError as error:
+            raise _invalid_type(part.name, _JSON_TENSOR, "something else") from error
+        await _keep_tensor(submission, part.name, raw, body, max_upload_bytes)
+
+
+async def _keep_tensor(
+    submission: Submission, name: str, raw: msgspec.Raw, body: JsonBody, max_upload_bytes: int
+) -> None:
+    """Decode a tensor. raw: its JSON, which is in a body."""
+    if (tensor := _member(raw, _JsonTensor, name, _JSON_TENSOR)) is not None:
+        content = await decode_base64(_pieces(body, tensor.base64), name, max_upload_bytes)
+        submission.own_tensors[name] = TensorFile(dtype=tensor.dtype, shape=tensor.shape, content=content)
+
+
 async def _take_own_text(submission: Submission, part: Part, own: OwnFields, fields: Mapping[str, Field]) -> None:
     """A part for a workflow that is none of its pictures. Files that it does not take are ignored."""
     if part.name in fields and not (part.is_file and part.name not in own.fields):
         await _take_text(submission, part, fields)
     else:
-        own.check_supported(part.name)
+        _refuse_split(part.name, own)
         _ignore(submission, part.name)
 
 
-def _refuse_split(name: str) -> None:
+def _refuse_split(name: str, own: OwnFields | None) -> None:
     """Refuse what some clients make of an object or array: left out, the picture would be another one."""
-    if name.startswith("lora["):
-        message = "Invalid 'lora': in a form it is one text, a name or JSON, and not spread over several fields."
-        raise InvalidRequestError(message, param="lora")
+    base, bracket, _ = name.partition("[")
+    what = ""
+    if own and base in own.tensors:
+        what = "JSON"
+    elif base == "lora" and not (own and own.is_alone):
+        what = "a name or JSON"
+    if bracket and what:
+        message = f"Invalid '{base}': in a form it is one text, {what}, and not spread over several fields."
+        raise InvalidRequestError(message, param=base)
 
 
 def _take_picture(submission: Submission, part: Part, base: str, taken: dict[str, int], max_images: int) -> None:
@@ -312,7 +363,7 @@ def _base_name(name: str) -> str:
 
 async def _read_json_pictures(request: Request, max_upload_bytes: int, form: _Form) -> Submission:
     num_kept = form.max_controls + (2 + form.max_references if "image" in form.files else 0)
-    limit = max(num_kept, form.own.most_pictures) * _base64_bytes(max_upload_bytes) + MAX_TEXT_BYTES
+    limit = (num_kept + form.own.most_files) * _base64_bytes(max_upload_bytes) + MAX_TEXT_BYTES
     submission = Submission()
 
     async def take(into: dict[str, SpooledUpload], pictures: Mapping[str, str], most: int) -> None:
@@ -331,15 +382,15 @@ async def _read_json_pictures(request: Request, max_upload_bytes: int, form: _Fo
         members = _members(body)
         own = submission.own = form.own.of(_member(members.get(MODEL_FIELD), str, MODEL_FIELD, "a string") or "")
         fields = own.over(form.fields) if own else form.fields
-        if own and own.is_alone:
-            given = _pop_own_pictures(members, own)
-            _take_json_scalars(submission, members, fields, body)
-            await take(submission.own_pictures, given, len(given))
-            on_error.pop_all()
-            return submission
-        sources, references = _pop_images(members) if "image" in form.files else ({}, {})
-        controls = _pop_controls(members)
+        pictures = _pop_own_pictures(members, own) if own else {}
+        tensors = {name: members.pop(name) for name in own.tensors if name in members} if own else {}
+        is_alone = own is not None and own.is_alone
+        sources, references = _pop_images(members) if "image" in form.files and not is_alone else ({}, {})
+        controls = {} if is_alone else _pop_controls(members)
         _take_json_scalars(submission, members, fields, body)
+        await take(submission.own_pictures, pictures, len(pictures))
+        for name, raw in tensors.items():
+            await _keep_tensor(submission, name, raw, body, max_upload_bytes)
         for name, (text, needs_data_url) in sources.items():
             submission.uploads[name] = await decode_base64(
                 _pieces(body, text), name, max_upload_bytes, needs_data_url=needs_data_url
@@ -442,8 +493,6 @@ def _take_json_scalars(
 ) -> None:
     for name, raw in members.items():
         if name not in fields:
-            if submission.own:
-                submission.own.check_supported(name)
             _ignore(submission, name)
         elif (value := fields[name].from_json(raw)) is not None:
             texts = [each.name for each in value if isinstance(each, Lora)] if isinstance(value, tuple) else [value]

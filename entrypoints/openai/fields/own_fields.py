@@ -10,15 +10,22 @@ from typing import Any
 from core.errors import InvalidRequestError
 from core.graph.form import Form
 from core.graph.op import Port
-from core.graph.port_checks import port_of
 from core.graph.workflow import Workflow
+from core.sampling_params import MAX_INFERENCE_STEPS
 from entrypoints.openai.fields.field import Field, Kind, Scalar, Value
+from entrypoints.openai.fields.fields import EDIT_FIELDS, GENERATION_FIELDS
 
 FIELD_KINDS: dict[str, Kind] = {"truth": "boolean", "integer": "integer", "number": "number", "text": "string"}
 """Kind of a form -> that of its field."""
 
 MODEL_FIELD = "model"
 """The field that names a workflow, which is never an input of it."""
+
+FILE_FIELDS = (
+    *("image", "images", "mask", "mask_image", "markup"),
+    *("reference_image", "reference_images", "control_image"),
+)
+"""Names of the pictures that edits and generations take."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +35,11 @@ class OwnField(Field):
     max_bytes: int | None = None
 
     @classmethod
-    def of(cls, name: str, form: Form) -> OwnField:
-        """The field of an input that is no picture and no tensor."""
+    def of(cls, name: str, form: Form, *, is_counter: bool = False) -> OwnField:
+        """The field of an input that is no picture and no tensor. is_counter: a loop has so many rounds."""
         low, high = (-(2**63), 2**63 - 1) if form.kind == "integer" else (None, None)
+        if is_counter:
+            low, high = 1, MAX_INFERENCE_STEPS
         most = form.size if form.kind == "text" else None
         return cls(name, FIELD_KINDS[form.kind], f"An input of a workflow: {form}.", low, high, max_bytes=most)
 
@@ -53,19 +62,21 @@ class OwnFields:
     workflow: str
     ports: tuple[Port, ...]
     is_alone: bool
+    counters: frozenset[str] = frozenset()  # integers that say how many rounds a loop has
 
     @classmethod
     def of(cls, workflow: Workflow) -> OwnFields:
         """Of a registered workflow. The prompt of a model is the request's."""
         is_alone = not workflow.is_for_pictures
         ports = tuple(port for port in workflow.own_inputs if is_alone or port.name != "prompt")
-        return cls(workflow.name, ports, is_alone)
+        counters = frozenset(region.rounds for region in workflow.regions if isinstance(region.rounds, str))
+        return cls(workflow.name, ports, is_alone, counters)
 
     @cached_property
     def fields(self) -> dict[str, Field]:
         """Fields of numbers, texts and truth values, by name."""
         plain = ((port.name, port.form) for port in self.ports if port.form is not None and port.form.is_plain)
-        return {name: OwnField.of(name, form) for name, form in plain if name != MODEL_FIELD}
+        return {name: OwnField.of(name, form, is_counter=name in self.counters) for name, form in plain}
 
     def over(self, fields: Mapping[str, Field]) -> dict[str, Field]:
         """The fields of a request. fields: the endpoint's."""
@@ -73,17 +84,13 @@ class OwnFields:
 
     @cached_property
     def pictures(self) -> tuple[str, ...]:
-        """Names of the files that it takes."""
-        return tuple(port.name for port in self.ports if port.type == "picture" and self.is_alone)
+        """Names of the pictures that it takes."""
+        return tuple(port.name for port in self.ports if port.type == "picture")
 
-    def check_supported(self, name: str) -> None:
-        """Raises InvalidRequestError for an input that requests cannot give: a tensor, and a picture beside that of a
-        model.
-        """
-        port = port_of(self.ports, name)
-        if port is not None and not (name in self.pictures or name in self.fields):
-            message = f"Unsupported parameter: '{name}' of workflow '{self.workflow}' is a {port.form}."
-            raise InvalidRequestError(message, param=name, code="unsupported_parameter")
+    @cached_property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that it takes."""
+        return tuple(port.name for port in self.ports if port.type == "tensor")
 
     def given_of(self, values: Mapping[str, Value]) -> dict[str, Any]:
         """The inputs among the values of a request."""
@@ -106,15 +113,34 @@ class OwnFieldsByModel:
         return frozenset(port.name for own in self.by_name.values() for port in own.ports)
 
     @cached_property
-    def pictures(self) -> frozenset[str]:
-        """All files that any of them takes."""
-        return frozenset(name for own in self.by_name.values() for name in own.pictures)
+    def files(self) -> frozenset[str]:
+        """All pictures and tensors that any of them takes."""
+        return frozenset(name for own in self.by_name.values() for name in (*own.pictures, *own.tensors))
 
     @cached_property
-    def most_pictures(self) -> int:
-        """Most files that any of them takes."""
-        return max((len(own.pictures) for own in self.by_name.values()), default=0)
+    def most_files(self) -> int:
+        """Most pictures and tensors that any of them takes."""
+        return max((len(own.pictures) + len(own.tensors) for own in self.by_name.values()), default=0)
 
 
 NOTHING_OWN = OwnFieldsByModel({})
 """Where there are no workflows of users."""
+
+
+def unfit_name(workflow: Workflow) -> tuple[str, str]:
+    """(input of a workflow whose name means something else in requests, what is wrong with it); ("", ""): none."""
+    own = OwnFields.of(workflow)
+    for port in own.ports:
+        if port.name == MODEL_FIELD:
+            return port.name, "requests name the workflow by this field; call it otherwise"
+        if not own.is_alone and not _fits(port.name, own.fields):
+            return port.name, f"it is a {port.form}, and requests have another field of this name; call it otherwise"
+    return "", ""
+
+
+def _fits(name: str, own: Mapping[str, Field]) -> bool:
+    """Whether a model's requests can have an input of this name: they have no such field, or one of its kind."""
+    field = EDIT_FIELDS.get(name) or GENERATION_FIELDS.get(name)
+    if field is None:
+        return name not in FILE_FIELDS
+    return type(field) is Field and name in own and own[name].kind == field.kind

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from load_reports import make_costs
 from ranks_that_die import Site, check_finished
-from run_workflows import CLASSES, DIAMOND, GUARDED, JUDGED, UNSHOWN, run_request
+from run_workflows import BROKEN, CLASSES, DIAMOND, GUARDED, JUDGED, UNSHOWN, run_request
 
 from core.config import SchedulerConfig, SchedulingPolicyName
 from core.costs.load_report import CostLine, EngineCosts
@@ -164,7 +164,7 @@ def test_what_admission_predicts_counts_the_class() -> None:
     shape = RequestShape.of_request(guarded("a"), MODEL, workflows)
     assert Weights("guard", "class") in shape.needed
     (run,) = [each for each in shape.encodings if each.op == "run"]
-    assert (run.model, run.image_tokens) == ("guard", 3 * 256 * 256 + len("a red shirt") + 1)
+    assert (run.model, run.image_tokens) == ("guard", 3 * 256 * 256 + len("a red shirt") + 2)
     fleet = Fleet(1, 8)
     line = CostLine("guard", "run", (0.25, 0.0, 0.0, 0.0, 0.0, 0.0))
     fleet.costs.observe(EngineCosts((*make_costs(other=0.5).lines, line), ()))
@@ -172,11 +172,12 @@ def test_what_admission_predicts_counts_the_class() -> None:
     assert fleet.size_costs(shape).other == pytest.approx(plain + 0.25)
 
 
-def test_a_class_that_cannot_be_loaded_fails_the_edits_through_it_alone() -> None:
-    nodes = tuple(replace(node, role="broken") if node.op == "run" else node for node in GUARDED.nodes)
-    site = Site(Random(0), 1, Default(), (replace(GUARDED, nodes=nodes), DIAMOND))
-    site.scheduler.add(guarded("lost"))
-    site.scheduler.add(make_edit("fine"))
+@pytest.mark.parametrize("lost", [guarded("lost"), run_request("lost", BROKEN)], ids=["edit", "run"])
+def test_a_class_that_cannot_be_loaded_fails_its_requests_alone(lost: EngineRequest) -> None:
+    nodes = tuple(replace(node, role="broken") if node.name == "guard" else node for node in UNSHOWN.nodes)
+    site = Site(Random(0), 1, Default(), (replace(UNSHOWN, name=GUARDED.name, nodes=nodes), BROKEN, DIAMOND))
+    for request in (lost, make_edit("edit"), run_request("run", DIAMOND)):
+        site.scheduler.add(request)
     site.schedule()
     broken = next(each.key for each in CLASSES if each.name == "broken")
     while (0, broken) not in site.workers.loading:
@@ -185,10 +186,13 @@ def test_a_class_that_cannot_be_loaded_fails_the_edits_through_it_alone() -> Non
     site.scheduler.apply_load(ModelFailed(0, broken, Failure("config", "broken: its file is gone")), 0.0)
     site.finish()
     ends = {output.request_id: output for output in site.outputs}
-    lost = ends["lost"]
-    assert isinstance(lost, Failed)
-    assert (lost.failure.kind, "its file is gone" in lost.failure.message) == ("model_unavailable", True)
-    assert isinstance(ends["fine"], Finished)
+    failed = ends["lost"]
+    assert isinstance(failed, Failed)
+    assert failed.failure.kind == "model_unavailable"
+    what = "the model m" if isinstance(lost.spec, EditSpec) else "a class"
+    assert failed.failure.message == f"{what} cannot be loaded: broken: its file is gone"
+    assert isinstance(ends["edit"], Finished)
+    assert isinstance(ends["run"], Finished)
 
 
 def test_an_edit_fails_alone_whose_class_takes_too_long() -> None:

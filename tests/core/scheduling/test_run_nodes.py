@@ -13,7 +13,7 @@ from fakes import MODEL, apply, make_edit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks_that_die import DIED, Site
-from run_workflows import BROKEN, CLASSES, DIAMOND, DOUBLING, SLEEPING, WAYWARD, mixer, random_workflow, run_request
+from run_workflows import CLASSES, DIAMOND, DOUBLING, SLEEPING, WAYWARD, mixer, random_workflow, run_request
 
 from core.config import SchedulerConfig, SchedulingPolicyName
 from core.failure import Failure
@@ -23,7 +23,7 @@ from core.graph.workflow import Workflow
 from core.handles import ArrayRef, LoadedComponent
 from core.messages.engine import Aborted, EngineRequest, Failed, Finished
 from core.messages.specs import RunSpec
-from core.messages.worker import BatchResult, ModelFailed
+from core.messages.worker import BatchResult
 from core.run_class import RunClass
 from core.scheduling.endings import Output
 from core.scheduling.ops.run import RUN
@@ -253,25 +253,6 @@ def test_a_rank_may_take_as_long_as_the_limits_of_what_it_runs() -> None:
     site.schedule()
     assert site.scheduler.busy_ranks([0])[0].allowed == 0.0
     site.finish()
-
-
-def test_a_class_that_cannot_be_loaded_fails_its_requests_alone() -> None:
-    site = make_site(1, DIAMOND, BROKEN)
-    site.scheduler.add(run_request("lost", BROKEN))
-    site.scheduler.add(run_request("fine", DIAMOND))
-    site.schedule()
-    broken = next(each.key for each in CLASSES if each.name == "broken")
-    while (0, broken) not in site.workers.loading:
-        site.step()
-    site.workers.loading.remove((0, broken))
-    site.scheduler.apply_load(ModelFailed(0, broken, Failure("config", "broken: its file is gone")), 0.0)
-    site.finish()
-    ends = {output.request_id: output for output in site.outputs}
-    lost = ends["lost"]
-    assert isinstance(lost, Failed)
-    assert lost.failure.kind == "model_unavailable"
-    assert lost.failure.message == "a class cannot be loaded: broken: its file is gone"
-    assert isinstance(ends["fine"], Finished)
 
 
 def sized(name: str, *most: int) -> Workflow:

@@ -32,9 +32,33 @@ async function jsonOf(response) {
 }
 
 /**
+ * Run a workflow of its own: {pictures: [{name, blob}], values}. fields: as of `edit`, with `model`. A whole number beyond
+ * what a number holds is text in `values`.
+ */
+export async function runWorkflow(fields, signal) {
+  const response = await call("v1/images/edits", { method: "POST", body: form(fields), signal });
+  const { data, values, output_format: format } = JSON.parse(await textOf(response), exactly);
+  const pictures = await Promise.all(data.map(async ({ name, b64_json: text }) => ({ name, blob: await fromBase64(text, `image/${format}`) })));
+  return { pictures, values };
+}
+
+async function textOf(response) {
+  try {
+    return await response.text();
+  } catch (error) {
+    throw brokenOff(error);
+  }
+}
+
+/** A reviver of JSON that keeps the digits of large whole numbers, where the browser tells them. */
+function exactly(key, value, context) {
+  return typeof value === "number" && !Number.isSafeInteger(value) && /^-?\d+$/.test(context?.source) ? context.source : value;
+}
+
+/**
  * Run an edit. fields: what the form says, files as Blobs with a name; an array is a field with several values. Yields
- * {partial: true, blob} and then, per image, {partial: false, blob, seed, stencil}; throws an ApiError if fewer than
- * fields.n of these came. seed is text, since it may exceed what a number holds.
+ * {partial: true, blob} and then, per image, {partial: false, blob, seed, stencil, values}; throws an ApiError if fewer
+ * than fields.n of these came. seed is text, since it may exceed what a number holds. values: of users' models, or null.
  */
 export async function* edit(fields, signal) {
   const response = await call("v1/images/edits", { method: "POST", body: form(fields), signal });
@@ -99,12 +123,12 @@ async function refusal(response) {
 }
 
 async function picture(text) {
-  const event = JSON.parse(text);
+  const event = JSON.parse(text, exactly);
   if (event.type === "error") throw new ApiError(event.error.message, 200, event.error.code);
   const blob = await fromBase64(event.b64_json, `image/${event.output_format}`);
   if (!event.type.endsWith(".completed")) return { partial: true, blob };
   const seed = /"seed":(\d+)/.exec(text.slice(event.b64_json.length))[1];
-  return { partial: false, blob, seed, stencil: event.stencil };
+  return { partial: false, blob, seed, stencil: event.stencil, values: event.values ?? null };
 }
 
 const SLICE = 1 << 20; // characters, a multiple of four

@@ -3,7 +3,7 @@ import { ApiError, get } from "./api.js";
 
 const RETRY_MS = 1000;
 
-/** The model's facts, then those of its adapters, as /v1/engine/stats tells them. tell(text): what there is to wait for. */
+/** The model's facts, then those of others and of adapters, as /v1/engine/stats tells them. tell(text): what there is to wait for. */
 export async function waitForModels(tell) {
   for (;;) {
     try {
@@ -17,4 +17,11 @@ export async function waitForModels(tell) {
     }
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
   }
+}
+
+/** What /v1/models says of a model's workflow: {inputs, partial_images: whether an edit may show some}. */
+export async function workflowOf(model) {
+  const { data } = await get("v1/models");
+  const { inputs = [], partial_images = true } = data.find(({ id }) => id === model.id);
+  return { inputs, partial_images };
 }

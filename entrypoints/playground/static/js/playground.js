@@ -9,11 +9,12 @@ import { acceptFiles, base64Of, keepPage, save } from "./files.js";
 import { duration, percent } from "./format.js";
 import { markExample, readExamples, showChips, showGallery } from "./gallery.js";
 import { History } from "./history.js";
+import { Inputs } from "./inputs.js";
 import { hasKey } from "./key.js";
 import { theWorker } from "./mask-export.js";
 import { MaskFinder } from "./mask-finder.js";
 import { Mask } from "./mask.js";
-import { waitForModels } from "./model.js";
+import { waitForModels, workflowOf } from "./model.js";
 import { openPicture, UnreadablePicture, viewOf } from "./picture.js";
 import { References } from "./references.js";
 import { gridOf, runEdit } from "./run.js";
@@ -24,6 +25,7 @@ import { Stage } from "./stage.js";
 import { activeTokens, countActive, generationSize } from "./tokens.js";
 import { toast } from "./toast.js";
 import { Tools } from "./tools.js";
+import { valuesBox } from "./values.js";
 
 const MASK_COLOUR = "#ff2d78";
 
@@ -34,6 +36,7 @@ const finder = new MaskFinder(mask, { reveal: backToMask, report });
 const history = new History(byId("history-box"), byId("history"), (entry) => showEntry(entry));
 const references = new References(report);
 const controlPicture = new ControlPicture(report);
+const inputs = new Inputs(byId("inputs"));
 
 let model = null; // null until the server told
 let examples = [];
@@ -189,7 +192,7 @@ function ready() {
     toast("Paint over what should change first, or select a part.", "info");
     return null;
   }
-  return { ...readSettings(), references: references.all, control: controlPicture.settings };
+  return { ...readSettings(), references: references.all, control: controlPicture.settings, inputs: inputs.values, written: inputs.written };
 }
 
 /** Edit what is open, and show what comes. isKept: it goes into the history. Returns the last image's entry. */
@@ -272,6 +275,7 @@ function showEntry(entry) {
   byId("prompt").value = entry.settings.prompt;
   references.all = entry.settings.references;
   controlPicture.settings = entry.settings.control;
+  inputs.written = entry.settings.written;
   byId("adapter").value = entry.settings.lora;
   showResult(entry);
 }
@@ -287,6 +291,7 @@ function showResult(entry) {
   stage.hideTokens();
   stage.mode = "result";
   byId("result").append(el("h2", {}, "What it cost"), costStrip(entry.stencil, entry.ms, entry.firstMs), actions(entry));
+  if (entry.values) byId("result").append(valuesBox(entry.values));
   if (entry.compared) byId("result").append(comparison(entry.compared));
 }
 
@@ -417,12 +422,15 @@ async function meetModel() {
   const models = await waitForModels((text) => {
     byId("model").textContent = text;
   });
-  [model] = models;
+  const workflow = await workflowOf(models[0]);
+  model = { ...models[0], ...workflow };
   byId("model").textContent = `${model.id}, ${model.device}`;
   showDefaults(model);
   finder.offer(model.selects_by);
   references.offer(model.references?.most ?? 0);
   controlPicture.offer(Object.keys(model.controls), model.edit_control_scale);
+  inputs.offer(workflow.inputs);
+  byId("inputs-box").hidden = !workflow.inputs.length;
   offerAdapters(models.filter(({ parent }) => parent === model.id).map(({ id }) => id));
   tellSize();
   onMaskChange();

@@ -28,14 +28,15 @@ export function asPython({ base, picture, maskText, settings, needsKey }) {
   const mask = isInline(maskText) ? JSON.stringify(maskText) : 'base64.b64encode(open("mask.png", "rb").read()).decode()';
   const named = namedFiles(picture, settings);
   const files = named.map(({ field, name }) => [field, opened(name)]);
+  const isPosted = settings.control || Object.values(settings.inputs).some((value) => value instanceof File);
   if (picture.url) files[0][1] = `(${JSON.stringify(named[0].name)}, urllib.request.urlopen(${JSON.stringify(picture.url)}).read())`;
   const fields = Object.entries(rest).map(([field, value]) => `        "${field}": ${python(value)},\n`);
   const more = `${fields.join("")}        "mask_image": ${mask},\n    }`;
   return [
     `import base64${needsKey ? "\nimport os" : ""}${picture.url ? "\nimport urllib.request" : ""}\n`,
-    `from openai import OpenAI${settings.control ? "\nfrom openai.types import ImagesResponse" : ""}\n`,
+    `from openai import OpenAI${isPosted ? "\nfrom openai.types import ImagesResponse" : ""}\n`,
     `client = OpenAI(base_url=${JSON.stringify(`${base}v1`)}, api_key=${needsKey ? 'os.environ["STENCIL_API_KEY"]' : '"none"'})`,
-    ...(settings.control ? posted(files, prompt, more) : edited(files, prompt, more)),
+    ...(isPosted ? posted(files, prompt, more) : edited(files, prompt, more)),
     'open("edited.png", "wb").write(base64.b64decode(result.data[0].b64_json))\n',
   ].join("\n");
 }
@@ -46,7 +47,7 @@ function edited(files, prompt, more) {
   return ["result = client.images.edit(", `    image=${image},`, `    prompt=${JSON.stringify(prompt)},`, `    extra_body={\n${more},`, ")"];
 }
 
-/** The client's own call for edits takes no control picture. */
+/** The client's own call for edits takes no control picture, and no file of a workflow. */
 function posted(files, prompt, more) {
   return [
     "result = client.post(",
@@ -64,9 +65,11 @@ function opened(name) {
 }
 
 /** The files of an edit, in the order in which they are sent: {field, file}. */
-function filesOf(picture, { references, control }) {
+function filesOf(picture, { references, control, inputs }) {
   const files = [picture, ...references].map(({ file }, index) => ({ field: index ? "reference_image[]" : "image", file }));
-  return control ? [...files, { field: "control_image", file: control.file }] : files;
+  const own = Object.entries(inputs).filter(([, value]) => value instanceof File);
+  const all = [...files, ...own.map(([field, file]) => ({ field, file }))];
+  return control ? [...all, { field: "control_image", file: control.file }] : all;
 }
 
 /** The same, with the distinct names under which a copied request reads them. A name that is taken gets a number. */
@@ -88,8 +91,9 @@ export function isInline(maskText) {
 }
 
 /** Fields by name; a seed may exceed what a number holds. */
-function scalars({ prompt, control, lora, seed, steps, margin, exact }) {
-  const fields = { prompt, seed: BigInt(seed) };
+function scalars({ prompt, control, inputs, lora, seed, steps, margin, exact }) {
+  const texts = Object.fromEntries(Object.entries(inputs).filter(([, value]) => !(value instanceof File)));
+  const fields = { ...texts, prompt, seed: BigInt(seed) };
   if (lora) fields.lora = lora;
   if (steps !== null) fields.num_inference_steps = steps;
   if (exact) fields.mask_aware = false;
