@@ -115,3 +115,22 @@ def test_steps_that_ranks_share_are_made_once() -> None:
     with compared(policy):
         site.finish()
     check_finished(site, request)
+
+
+def test_a_request_does_not_wait_for_a_plan_while_a_rank_is_free() -> None:
+    """That a plan was made just before puts off another one only while all ranks go on: else the next pass may come
+    much later, when the first of the others answers.
+    """
+    site = Site(Random(0), 6, Default(), max_plans_in_flight=1)
+    for name in "abcdef":
+        site.scheduler.add(make_edit(name, steps=200))
+    run_until(site, lambda: all(site.workers.steps_done(name) >= 1 for name in "abcdef"))
+    for aborted, newcomer in ("ag", "bh", "ci"):
+        site.schedule()
+        (rank,) = site.scheduler._requests[aborted].ranks
+        site.scheduler.abort([aborted])
+        site.scheduler.add(make_edit(newcomer))
+        while not site.answer(rank):  # plans that have no work for it
+            assert site.workers.queues[rank]
+        site.schedule()
+        assert site.scheduler._requests[newcomer].ranks == {rank}
