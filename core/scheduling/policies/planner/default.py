@@ -81,7 +81,7 @@ class Default(SchedulingPolicy):
         is_new = self._needs_plan(view)
         if is_new:
             self._make_plan(view, now)
-        is_whole = is_new or (bool(self._apart) and self._groups.waits_in_vain(view))
+        is_whole = is_new or (bool(self._apart) and self._groups.awaits_overdue(view))
         again = None if is_whole else self._repeated.next(view, self._plan, self._apart, self._moving)
         if again is None and not is_new and self._is_stale(view):
             self._make_plan(view, now)
@@ -133,8 +133,8 @@ class Default(SchedulingPolicy):
     # ------------------------------------------------------------------------------------------------ the plan
 
     def _needs_plan(self, view: View) -> bool:
-        """Whether to make another plan now. While no rank has too little to do, a better one may wait for the answers of a
-        share of the busy ranks, see WAITS_FOR.
+        """Whether to make another plan now. While no rank has too little to do, a better one may wait for the answers of
+        a share of the busy ranks, see WAITS_FOR.
         """
         if self._age > PLAN_EVERY or (view.ranks, view.residency_version) != self._seen:
             return True

@@ -209,7 +209,7 @@ class Groups:
         groups = {name: ranks for name, ranks in groups.items() if not name.startswith(LANE)}
         return groups, [request for request in queue if request.id in groups], lanes
 
-    def waits_in_vain(self, view: View) -> bool:
+    def awaits_overdue(self, view: View) -> bool:
         """Whether a rank for which others were left idle is overdue, so that it may be better not to wait any more."""
         return any((seconds := view.seconds_left(rank)) is None or seconds < 0 for rank in self._awaited)
 
