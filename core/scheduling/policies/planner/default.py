@@ -133,8 +133,8 @@ class Default(SchedulingPolicy):
     # ------------------------------------------------------------------------------------------------ the plan
 
     def _needs_plan(self, view: View) -> bool:
-        """Whether to make another plan now. While no rank has too little to do, a better one may wait for the answers of
-        a share of the busy ranks, see WAITS_FOR.
+        """Whether to make another plan now. While no rank has too little to do, a better one may wait for the answers
+        of a share of the busy ranks, see WAITS_FOR.
         """
         if self._age > PLAN_EVERY or (view.ranks, view.residency_version) != self._seen:
             return True
