@@ -81,22 +81,25 @@ class Default(SchedulingPolicy):
         is_new = self._needs_plan(view)
         if is_new:
             self._make_plan(view, now)
-        again = None if is_new else self._repeated.next(view, self._plan, self._apart, self._moving)
+        is_whole = is_new or (bool(self._apart) and self._groups.awaits_overdue(view))
+        again = None if is_whole else self._repeated.next(view, self._plan, self._apart, self._moving)
         if again is None and not is_new and self._is_stale(view):
             self._make_plan(view, now)
-        given_up = self._given_up()
-        decisions: Sequence[Decision]
-        if again is not None:
-            decisions = again
-        else:
-            made = self._whole_pass(view, now, given_up)
-            self._repeated.note(view, made)
-            decisions = made.decisions
+        decisions: Sequence[Decision] = self._over_all(view, now) if again is None else again
+        if self._is_wanted and self._has_free:  # else the rank would wait for the next answer, however long that takes
+            self._make_plan(view, now)
+            decisions = self._over_all(view, now)
         given = (item for each in decisions if isinstance(each, Dispatch) for item in each.items)
         if any(request.progress.steps_left == 1 for request, _ in given):
             self._is_slot_left = True
             self._repeated.forget()  # another request may begin
-        return [*given_up, *decisions]
+        return [*self._given_up(), *decisions]
+
+    def _over_all(self, view: View, now: float) -> Sequence[Decision]:
+        """The decisions of a whole pass, which is noted."""
+        made = self._whole_pass(view, now, self._given_up())
+        self._repeated.note(view, made)
+        return made.decisions
 
     def _whole_pass(self, view: View, now: float, given_up: Sequence[GiveUp]) -> WholePass:
         """What all open ranks are to do."""
@@ -130,15 +133,19 @@ class Default(SchedulingPolicy):
     # ------------------------------------------------------------------------------------------------ the plan
 
     def _needs_plan(self, view: View) -> bool:
-        """Whether to make another plan now. While no rank had too little to do in the last whole pass, a better one may
-        wait for the answers of a share of the busy ranks, see WAITS_FOR.
+        """Whether to make another plan now. While no rank has too little to do, a better one may wait for the answers
+        of a share of the busy ranks, see WAITS_FOR.
         """
         if self._age > PLAN_EVERY or (view.ranks, view.residency_version) != self._seen:
             return True
         self._is_wanted |= self._may_be_better(view)
         num_busy = len(view.ranks) - len(view.idle_ranks)
-        has_free = not self._repeated.idle <= self._moving
-        return self._is_wanted and (has_free or self._age >= WAITS_FOR * num_busy)
+        return self._is_wanted and (self._has_free or self._age >= WAITS_FOR * num_busy)
+
+    @property
+    def _has_free(self) -> bool:
+        """Whether the last whole pass left a rank without work that is not to have another group."""
+        return not self._repeated.idle <= self._moving
 
     def _may_be_better(self, view: View) -> bool:
         """Whether another plan may be better: there may be room for a request without a slot, or fewer requests should

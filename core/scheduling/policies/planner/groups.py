@@ -153,6 +153,8 @@ class Groups:
         self.moving = frozenset[int]()
         """The ranks of those that did not have the ranks that were planned for them at the last `choose`, and the
         planned ones."""
+        self._awaited = frozenset[int]()
+        """The busy ranks for which others were left idle at the last `choose`."""
 
     def note_done(self, request_id: str, ranks: RankIds) -> None:
         """Note the ranks of a batch that has ended, with a request. One that is not large, or has ended, is ignored."""
@@ -193,10 +195,12 @@ class Groups:
             for ranks in (groups.get(each.name, each.held), places.get(each.name, ()))
             for rank in ranks
         )
-        by_id = {request.id: request for request in queue}
-        for name in waiting:
+        by_id, awaited = {request.id: request for request in queue}, set[int]()
+        for name, others in waiting.items():
             if name in by_id and _only_makes_steps(view, by_id[name]):
                 del groups[name]
+                awaited |= others
+        self._awaited = frozenset(awaited)
         for contender in contenders:
             if contender.is_running and places.get(contender.name) == contender.held:
                 groups[contender.name] = contender.held  # its next step may be queued behind the running one
@@ -204,6 +208,10 @@ class Groups:
         self.lanes = lanes or self.lanes
         groups = {name: ranks for name, ranks in groups.items() if not name.startswith(LANE)}
         return groups, [request for request in queue if request.id in groups], lanes
+
+    def awaits_overdue(self, view: View) -> bool:
+        """Whether a rank for which others were left idle is overdue, so that it may be better not to wait any more."""
+        return any((seconds := view.seconds_left(rank)) is None or seconds < 0 for rank in self._awaited)
 
     @property
     def has_small(self) -> bool:

@@ -148,13 +148,13 @@ def better_to_wait(
     places: Mapping[str, RankIds],
     now: Mapping[str, RankIds],
     seconds_left: SecondsLeft,
-) -> set[str]:
-    """Names of contenders that should leave the ranks that they can have now idle: their buddies will soon be free for
-    them, too, and a step on both halves then ends sooner than a step on one half now.
+) -> dict[str, set[int]]:
+    """Contenders that should leave the ranks that they can have now idle: their buddies will soon be free for them,
+    too, and a step on both halves then ends sooner than a step on one half now. By name, these buddies.
 
     places, now: from `plan` and `moves`.
     """
-    soon_free, found = _soon_free(contenders, places), set[str]()
+    soon_free, found = _soon_free(contenders, places), dict[str, set[int]]()
     owners = {rank: each.name for each in contenders if not each.is_ending for rank in places.get(each.name, ())}
     for contender in contenders:
         if contender.is_running:
@@ -165,7 +165,7 @@ def better_to_wait(
         others = set(range(first := taken[0] & -degree, first + degree)) - set(taken)
         are_for_it = others <= soon_free and all(owners.get(rank, contender.name) == contender.name for rank in others)
         if degree <= contender.first and are_for_it and _is_sooner(contender, degree, others, seconds_left):
-            found.add(contender.name)
+            found[contender.name] = others
     return found
 
 

@@ -75,14 +75,15 @@ def test_a_request_waits_for_ranks_that_its_buddies_leave_alone(
     contenders, ranks = state
     places = plan(contenders, ranks)
     now = moves(contenders, places, ranks)
-    names = better_to_wait(contenders, places, now, left.__getitem__)
-    assert names <= set(now)
+    waiting = better_to_wait(contenders, places, now, left.__getitem__)
+    assert waiting.keys() <= now.keys()
     running = {rank: each for each in contenders if each.is_running for rank in each.held}
     for index, each in enumerate(contenders):
-        if each.name not in names:
+        if each.name not in waiting:
             continue
         taken = now[each.name]
         buddies = set(range(first := taken[0] & -2 * len(taken), first + 2 * len(taken))) - set(taken)
+        assert waiting[each.name] == buddies
         assert buddies <= running.keys()
         assert all(left[rank] is not None for rank in buddies)
         assert each.first >= 2 * len(taken)
@@ -117,16 +118,16 @@ def test_a_step_waits_for_a_second_rank_if_it_is_done_sooner_with_it(left: float
     places = plan(contenders, range(2))
     now = moves(contenders, places, range(2))
     assert now == {"grows": (0,)}
-    assert better_to_wait(contenders, places, now, {1: left}.get) == ({"grows"} if waits else set())
+    assert better_to_wait(contenders, places, now, {1: left}.get) == ({"grows": {1}} if waits else {})
 
 
 def test_no_step_waits_for_ranks_that_others_keep_or_get() -> None:
     soon = dict.fromkeys(range(4), 0.0).get
     grows, stays = contender("grows", first=2, held=(0,)), contender("stays", held=(1,), is_running=True)
     assert not better_to_wait([grows, stays], {"grows": (0,), "stays": (1,)}, {"grows": (0,)}, soon)
-    assert better_to_wait([grows, stays], {"grows": (0, 1), "stays": (2,)}, {"grows": (0,)}, soon) == {"grows"}
+    assert better_to_wait([grows, stays], {"grows": (0, 1), "stays": (2,)}, {"grows": (0,)}, soon) == {"grows": {1}}
     other, leaves = contender("other"), {"stays": (2,)}
-    assert better_to_wait([stays, grows, other], leaves, {"grows": (0,)}, soon) == {"grows"}
+    assert better_to_wait([stays, grows, other], leaves, {"grows": (0,)}, soon) == {"grows": {1}}
     assert not better_to_wait([stays, grows, other], leaves | {"other": (1,)}, {"grows": (0,)}, soon), (
         "it is the other's"
     )
