@@ -83,7 +83,7 @@ class StepScheduler:
         self.cost = cost or CostModel()
         self._policy = policy or make_policy(config.policy)
         most_ranks = min(num_workers, config.max_degree)
-        self._bindings = Bindings(self.models, classes)
+        self._bindings = Bindings(self.models, classes, self.workflows.values())
         set_size = config.degree if self._policy.spreads_models else num_workers
         declared = [LoadedComponent(each.key, each.nbytes) for each in sorted(classes, key=lambda each: each.nbytes)]
         loading = [*sizes, *declared], config.model_bytes, self.cost.predict_load
@@ -136,6 +136,26 @@ class StepScheduler:
         self._predictor.learn(samples)
         self._loads.residency.join_all(loaded)
         self.ranks.note_ports(ports or {})
+
+    # ------------------------------------------------------------------------------------------------- workflows
+
+    def add_workflow(self, workflow: Workflow, classes: Iterable[RunClass]) -> None:
+        """Take requests of one more workflow of users' classes, which was checked. Its name is its content's alone: one
+        that is here already is this one. classes: that it names.
+        """
+        known = tuple(classes)
+        self.workflows[workflow.name] = workflow
+        self._bindings.add(workflow.name, known)
+        self._loads.residency.name(LoadedComponent(each.key, each.nbytes) for each in known)
+
+    def drop_workflow(self, name: str) -> None:
+        """Forget a workflow that no request has, nor will, and have ranks drop those of its classes that no other one
+        names.
+        """
+        if self.workflows.pop(name, None) is not None:
+            gone = self._bindings.drop(name)
+            self._predictor.forget(gone)
+            self._loads.residency.retire(gone)
 
     # ------------------------------------------------------------------------------------------------- requests
 

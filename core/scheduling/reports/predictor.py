@@ -75,6 +75,13 @@ class Predictor:
             self._players_of[key] = found
         return found
 
+    def forget(self, gone: Iterable[ModelKeys]) -> None:
+        """Forget components that nobody names any more. They are still known by their keys, should they come back."""
+        dropped = set(gone)
+        self._keys = {key: found for key, found in self._keys.items() if key[0] not in dropped}
+        self._seconds = {key: found for key, found in self._seconds.items() if key[0] not in dropped}
+        self._players_of.clear()
+
     def op_seconds(self, keys: ModelKeys, op: Op, work: Work, degree: int = 1) -> float:
         """Seconds of running an op once over this much work, on this many ranks together."""
         return self.cost.predict(self.key(keys, op, degree), work)
