@@ -51,9 +51,7 @@ class ClassText(msgspec.Struct, frozen=True):
     def put_into(self, classes: Iterable[RunClass]) -> tuple[RunClass, ...]:
         """The classes, those of its module with the text."""
         own = {"source": self.source, "file": self.file}
-        return tuple(
-            msgspec.structs.replace(each, **own) if each.module == self.module else each for each in classes
-        )
+        return tuple(msgspec.structs.replace(each, **own) if each.module == self.module else each for each in classes)
 
 
 class RunClass(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,9 +13,9 @@ from core.failure import Failure
 from core.ipc.logs import of_request
 from core.messages.engine import AdapterAdded, Failed, WorkflowAdded
 from core.messages.worker import (
+    AdapterLoaded,
     Addition,
     AdditionDone,
-    AdapterLoaded,
     DropAdapter,
     DropWorkflow,
     LoadAdapter,

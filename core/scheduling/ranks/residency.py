@@ -200,7 +200,7 @@ class Residency:
         if not self._retired:
             return []
         up = [rank for ranks in self.sets for rank in ranks]
-        for key in self._retired.difference(*map(self._on, up)) if up else set(self._retired):
+        for key in self._retired.difference(*map(self._on, up)):
             self._forget(key)
         mine = [(rank, self._components_on(rank).keys() & self._retired - self._awaited[rank].keys()) for rank in up]
         return [(rank, tuple(sorted(drop, key=lambda key: key.content))) for rank, drop in mine if drop]

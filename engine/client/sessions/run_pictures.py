@@ -57,7 +57,7 @@ class RunPictures:
     def _form(self, name: str) -> Form:
         port = port_of(self._workflow.own_inputs, name)
         if port is None or port.form is None or port.form.kind != "picture":
-            message = f"Invalid '{name}': workflow {self._workflow.name} takes no picture of this name."
+            message = f"Invalid '{name}': workflow {self._workflow.title} takes no picture of this name."
             raise InvalidRequestError(message, param=name)
         return port.form
 

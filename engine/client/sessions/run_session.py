@@ -43,6 +43,7 @@ class RunSession(Session):
         self._id = request_id
         self._asked = asked
         self._workflow = workflow
+        self.workflow = workflow.name
         self._memory = SessionMemory(services)
         self._values = ClassValues(workflow, self._memory)
         self._places = dict[str, ArrayRef]()  # result -> its memory, uint8 [most bytes]

@@ -26,6 +26,7 @@ class Session(ABC):
     ) -> None:
         self.model = "" if choice is None else choice.model.name
         self.patches = () if choice is None else choice.patches
+        self.workflow = ""  # of users' classes alone, as engines call it, that it runs; set by the subclass
         self.owner = owner
         self.num_images = num_images
         self.priority = priority

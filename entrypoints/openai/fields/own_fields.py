@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from core.errors import InvalidRequestError
+from core.errors import InvalidRequestError, WorkflowError
 from core.graph.form import Form
 from core.graph.op import Port
 from core.graph.port_checks import port_of
@@ -19,6 +19,14 @@ FIELD_KINDS: dict[str, Kind] = {"truth": "boolean", "integer": "integer", "numbe
 
 MODEL_FIELD = "model"
 """The field that names a workflow, which is never an input of it."""
+
+
+def check_inputs(workflows: Iterable[Workflow]) -> None:
+    """Raises WorkflowError for an input that requests cannot give, as its field names the workflow."""
+    for workflow in workflows:
+        if port_of(workflow.own_inputs, MODEL_FIELD) is not None:
+            problem = f"input '{MODEL_FIELD}': requests name the workflow by this field; call it otherwise"
+            raise WorkflowError(f"workflow {workflow.title}, {problem}", node="", input=MODEL_FIELD)
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ class OwnFields:
         """Of a registered workflow. The prompt of a model is the request's."""
         is_alone = not workflow.is_for_pictures
         ports = tuple(port for port in workflow.own_inputs if is_alone or port.name != "prompt")
-        return cls(workflow.name, ports, is_alone)
+        return cls(workflow.title, ports, is_alone)
 
     @cached_property
     def fields(self) -> dict[str, Field]:
