@@ -31,9 +31,11 @@ from core.messages.engine import (
 )
 from core.messages.worker import (
     AdapterLoaded,
+    Addition,
     DropAdapter,
     FromWorker,
     LoadAdapter,
+    Removal,
     StepPlan,
     WorkerFailed,
     WorkerReady,
@@ -52,7 +54,7 @@ class Loopback:
         self.core: EngineCore | None = None
         self.workers = FakeWorkers()
         self.killed: list[int] = []
-        self.told: list[tuple[int, LoadAdapter | DropAdapter]] = []
+        self.told: list[tuple[int, Addition | Removal]] = []
         self.restarted: list[tuple[int, float]] = []  # (rank, seconds to wait before)
         self.is_hung = False
 
@@ -60,7 +62,7 @@ class Loopback:
         self.workers.submit(plan)
         asyncio.get_running_loop().call_soon(self._run)
 
-    def tell(self, rank: int, message: LoadAdapter | DropAdapter) -> None:
+    def tell(self, rank: int, message: Addition | Removal) -> None:
         self.told.append((rank, message))
         if isinstance(message, LoadAdapter):
             self.say(AdapterLoaded(rank, message.request_id, f"of {message.path}"))

@@ -10,16 +10,16 @@ from core.failure import Failure
 from core.messages.engine import AdapterAdded, Failed
 from core.messages.worker import AdapterLoaded, DropAdapter, LoadAdapter
 from core.sampler_defaults import SamplerDefaults
-from engine.engine_core.rank_adapters import RankAdapters
+from engine.engine_core.rank_additions import RankAdditions
 
 Told = list[tuple[int, LoadAdapter | DropAdapter]]
 BAD = Failure("invalid_request", "no such file", param="lora_path")
 LOAD = LoadAdapter("load", "m", "hat", "hat.safetensors")
 
 
-def make(num_ranks: int, *configured: tuple[str, str]) -> tuple[RankAdapters, Told]:
+def make(num_ranks: int, *configured: tuple[str, str]) -> tuple[RankAdditions, Told]:
     told: Told = []
-    return RankAdapters(num_ranks, lambda rank, message: told.append((rank, message)), configured), told
+    return RankAdditions(num_ranks, lambda rank, message: told.append((rank, message)), configured), told
 
 
 @given(st.lists(st.sampled_from(["p", "q", ""]), min_size=1, max_size=4), st.data())
@@ -68,7 +68,7 @@ def test_a_rank_that_dies_fails_what_it_was_loading_and_is_asked_no_more() -> No
     adapters, told = make(2)
     adapters.load(LOAD)
     assert adapters.note(AdapterLoaded(0, "load", "p")) is None
-    (failed,) = adapters.lose(1)
+    (failed,) = adapters.lose(1, "it died")
     assert isinstance(failed, Failed)
     assert failed.failure.kind == "engine_dead"
     assert told[2:] == [(0, DropAdapter("m", "p"))]
@@ -81,7 +81,7 @@ def test_a_rank_that_dies_fails_what_it_was_loading_and_is_asked_no_more() -> No
 def test_no_rank_is_up_to_load_an_adapter() -> None:
     """The first one that joins loads it: other engines may have it by then, and requests with it come here too."""
     adapters, told = make(1)
-    assert adapters.lose(0) == []
+    assert adapters.lose(0, "it died") == []
     adapters.load(LOAD)
     assert not told
     adapters.join(0)
@@ -97,7 +97,7 @@ def test_a_rank_that_joins_loads_what_the_others_have() -> None:
         for rank in range(2):
             adapters.note(AdapterLoaded(rank, str(number), patch))
     adapters.drop(DropAdapter("m", "p"))
-    adapters.lose(1)
+    adapters.lose(1, "it died")
     adapters.load(LOAD)
     told.clear()
     adapters.join(1)
@@ -111,7 +111,7 @@ def test_a_rank_that_joins_and_cannot_read_a_file_again_is_reported(caplog: pyte
     adapters, _ = make(1)
     adapters.load(LOAD)
     adapters.note(AdapterLoaded(0, "load", "p"))
-    adapters.lose(0)
+    adapters.lose(0, "it died")
     adapters.join(0)
     assert adapters.note(AdapterLoaded(0, "load", failure=BAD)) is None
     assert "requests with an adapter will fail: no such file" in caplog.text

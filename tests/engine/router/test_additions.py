@@ -1,4 +1,4 @@
-"""Loading adapters on several engines, some of which die or start again meanwhile."""
+"""Adapters and workflows on several engines, some of which die or start again meanwhile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from core.errors import ConfigError, EngineDeadError, InvalidRequestError, Overl
 from core.failure import Failure
 from core.messages.engine import AdapterAdded, Failed
 from core.messages.worker import DropAdapter, LoadAdapter
-from engine.router.adapter_loads import AdapterLoads
+from engine.router.additions import Additions
 from engine.router.engine_client import RequestOutput
 
 BAD = Failure("invalid_request", "Invalid 'lora_path': no such file.", param="lora_path")
@@ -42,16 +42,16 @@ class Engine:
         request_id, waiter = self.loads[-1].request_id, self._waiters.pop()
         waiter(Failed(request_id, answer) if isinstance(answer, Failure) else AdapterAdded(request_id, answer))
 
-    def drop_adapter(self, adapter: DropAdapter) -> None:
+    def remove(self, adapter: DropAdapter) -> None:
         self.dropped.append(adapter)
 
 
-def make(*engines: Engine) -> AdapterLoads:
-    return AdapterLoads(engines)  # type: ignore[arg-type]
+def make(*engines: Engine) -> Additions:
+    return Additions(engines)  # type: ignore[arg-type]
 
 
-async def load(loads: AdapterLoads, *keep: str) -> str:
-    return (await loads.load("m", "hat", "hat.safetensors", keep)).patch
+async def load(loads: Additions, *keep: str) -> str:
+    return (await loads.load_adapter("m", "hat", "hat.safetensors", keep)).patch
 
 
 async def test_all_engines_load_it_and_those_that_start_again() -> None:
@@ -72,7 +72,7 @@ async def test_engines_without_its_model_are_not_asked() -> None:
     loads = make(*engines)
     assert await load(loads) == "p"
     loads.restore(engines[1])  # type: ignore[arg-type]
-    loads.drop("m", "p")
+    loads.remove(DropAdapter("m", "p"))
     assert [(len(engine.loads), len(engine.dropped)) for engine in engines] == [(1, 1), (0, 0)]
 
 
@@ -125,7 +125,7 @@ async def test_a_dropped_adapter_is_not_loaded_again(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.ERROR):
         loads.restore(engine)  # type: ignore[arg-type]
     assert "requests with adapter hat will fail" in caplog.text
-    loads.drop("m", "p")
+    loads.remove(DropAdapter("m", "p"))
     assert engine.dropped == [DropAdapter("m", "p")]
     loads.restore(engine)  # type: ignore[arg-type]
     assert len(engine.loads) == 2
