@@ -183,14 +183,14 @@ class Residency:
             self._sizes.setdefault(each.key, each.nbytes)
         self._note_change()
 
-    def retire(self, gone: Iterable[ModelKeys]) -> None:
-        """Note components that no request needs, nor will. See `take_retired`."""
-        for keys in gone:
+    def retire(self, gone: Set[ModelKey]) -> None:
+        """Note classes that no request needs, nor will. See `take_retired`."""
+        self._retired |= gone
+        for keys in [keys for keys in (*self._on_demand, *self._homes) if not gone.isdisjoint(keys.keys)]:
             self._on_demand.pop(keys, None)
-            self._retired.update(keys.keys)
             self._homes.pop(keys, None)
-            for key in keys.keys:
-                self._users.get(key, set()).discard(keys)
+        for key in gone:
+            self._users.pop(key, None)
         self._note_change()
 
     def take_retired(self) -> list[tuple[int, tuple[ModelKey, ...]]]:

@@ -74,16 +74,17 @@ class Bindings:
         """Note a further workflow, with all classes that it names."""
         self._users.add(workflow, classes)
 
-    def drop(self, workflow: str) -> list[ModelKeys]:
-        """Forget a workflow that no request has; the components that nobody names any more."""
+    def drop(self, workflow: str) -> set[ModelKey]:
+        """Forget a workflow that no request has; the classes that nobody names any more."""
         for known in [each for each in self._bindings if each[1] == workflow]:
             del self._bindings[known]
         unnamed = self._users.drop(workflow)
         for each in unnamed:
             self._keys.pop((each.name, RUN_CLASS), None)
-        gone = {(each.key,) for each in unnamed} - {(each.key,) for each in self.classes.values()}
-        facts = [facts for facts in self._distinct if facts[2] in gone]
-        return [self._distinct.pop(each) for each in facts]
+        gone = {each.key for each in unnamed} - {each.key for each in self.classes.values()}
+        for facts in [facts for facts in self._distinct if not gone.isdisjoint(facts[2])]:
+            del self._distinct[facts]
+        return gone
 
     def of(self, model: str, workflow: Workflow, controlnets: ControlNets = ()) -> Binding:
         """The binding of a served model for a workflow; "": of none, if classes play all roles. controlnets: names of
