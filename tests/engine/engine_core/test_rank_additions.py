@@ -1,18 +1,30 @@
-"""Loading adapters on the ranks of one engine: answered once, when all have answered, and kept by all or by none."""
+"""What ranks of one engine take in use while it serves: answered once, when all have answered; kept by all or by none."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from run_workflows import CLASSES, DIAMOND
 
 from core.failure import Failure
-from core.messages.engine import AdapterAdded, Failed
-from core.messages.worker import AdapterLoaded, DropAdapter, LoadAdapter
+from core.messages.engine import AdapterAdded, Failed, WorkflowAdded
+from core.messages.worker import (
+    AdapterLoaded,
+    Addition,
+    DropAdapter,
+    DropWorkflow,
+    LoadAdapter,
+    LoadWorkflow,
+    Removal,
+    WorkflowLoaded,
+)
 from core.sampler_defaults import SamplerDefaults
 from engine.engine_core.rank_additions import RankAdditions
 
-Told = list[tuple[int, LoadAdapter | DropAdapter]]
+Told = list[tuple[int, Addition | Removal]]
 BAD = Failure("invalid_request", "no such file", param="lora_path")
 LOAD = LoadAdapter("load", "m", "hat", "hat.safetensors")
 
@@ -115,3 +127,35 @@ def test_a_rank_that_joins_and_cannot_read_a_file_again_is_reported(caplog: pyte
     adapters.join(0)
     assert adapters.note(AdapterLoaded(0, "load", failure=BAD)) is None
     assert "requests with an adapter will fail: no such file" in caplog.text
+
+
+WORKFLOW = LoadWorkflow("load", replace(DIAMOND, name="diamond@1"), CLASSES)
+
+
+def test_a_workflow_is_answered_when_all_ranks_have_its_classes_and_told_to_those_that_join() -> None:
+    additions, told = make(2)
+    additions.load(WORKFLOW)
+    assert additions.note(WorkflowLoaded(1, "load")) is None
+    assert additions.note(WorkflowLoaded(0, "load")) == WorkflowAdded("load")
+    additions.lose(1, "it died")
+    additions.join(1)
+    assert told == [(0, WORKFLOW), (1, WORKFLOW), (1, WORKFLOW)]
+    assert additions.note(WorkflowLoaded(1, "load", BAD)) is None
+    additions.drop(DropWorkflow("diamond@1"))
+    assert told[3:] == [(0, DropWorkflow("diamond@1")), (1, DropWorkflow("diamond@1"))]
+    additions.lose(0, "it died")
+    additions.join(0)
+    assert len(told) == 5
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_workflow_that_one_rank_cannot_import_is_dropped_by_the_others(dies: bool) -> None:
+    """Also one whose import ends workers: nothing that a text does is the server's fault."""
+    additions, told = make(2)
+    additions.load(WORKFLOW)
+    assert additions.note(WorkflowLoaded(0, "load")) is None
+    (failed,) = additions.lose(1, "exit code 3") if dies else [additions.note(WorkflowLoaded(1, "load", BAD))]
+    assert isinstance(failed, Failed)
+    assert failed.failure.kind == ("run_failed" if dies else "invalid_request")
+    assert {message for _, message in told[2:]} == {DropWorkflow("diamond@1")}
+    assert (0, DropWorkflow("diamond@1")) in told
