@@ -1,4 +1,4 @@
-"""What ranks of one engine take in use while it serves: answered once, when all have answered; kept by all or by none."""
+"""What ranks of one engine take in use as it serves: answered once, when all have answered; kept by all or by none."""
 
 from __future__ import annotations
 
