@@ -146,7 +146,7 @@ class StepScheduler:
         known = tuple(classes)
         self.workflows[workflow.name] = workflow
         self._bindings.add(workflow.name, known)
-        self._loads.residency.name(LoadedComponent(each.key, each.nbytes) for each in known)
+        self._loads.residency.note_named(LoadedComponent(each.key, each.nbytes) for each in known)
 
     def drop_workflow(self, name: str) -> None:
         """Forget a workflow that no request has, nor will, and have ranks drop those of its classes that no other one

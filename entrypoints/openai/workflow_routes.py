@@ -17,7 +17,7 @@ from entrypoints.openai.guards.key_ring import KeyRing
 from entrypoints.openai.guards.middleware import ADMIN_PATH, bearer_key
 from entrypoints.openai.schema import DELETED_WORKFLOW_ANSWERS, WORKFLOW_ANSWERS, WORKFLOW_BODY
 from entrypoints.workflows.registered import Registered
-from entrypoints.workflows.workflow_files import import_text
+from entrypoints.workflows.workflow_files import read_sent
 
 MAX_TEXT_BYTES = 256 * 1024
 """Largest file of workflows: engines and workers get its text in a message."""
@@ -62,7 +62,7 @@ def workflow_router(engine: AsyncEngine, admin_keys: KeyRing) -> APIRouter:
 async def _imported(text: str) -> Registered:
     """The workflows of a file. Raises InvalidRequestError that names line, node and input."""
     try:
-        registered = await import_text(text)
+        registered = await read_sent(text)
         check_inputs(registered.workflows)
         return registered
     except WorkflowError as error:

@@ -75,7 +75,7 @@ def _read(path: Path, limits: ImportLimits) -> Registered:
     return _import(path.stem, str(path), source, limits, _Stop())
 
 
-async def import_text(source: str, limits: ImportLimits = _DEFAULT_LIMITS) -> Registered:
+async def read_sent(source: str, limits: ImportLimits = _DEFAULT_LIMITS) -> Registered:
     """The workflows of the text of a file, which a client has sent, beside the event loop. Raises WorkflowError that
     names its line, node and input. Cancelling this ends the import.
     """

@@ -176,7 +176,7 @@ class Residency:
                 self._full.clear()
                 self._note_change()
 
-    def name(self, named: Iterable[LoadedComponent]) -> None:
+    def note_named(self, named: Iterable[LoadedComponent]) -> None:
         """Note components that requests may need from now on, with their predicted bytes, 0: unknown."""
         for each in named:
             self._retired.discard(each.key)

@@ -15,10 +15,14 @@ from core.graph.workflow import Workflow
 from core.messages.codec import encode
 from core.messages.worker import LoadWorkflow
 from core.run_class import RunClass
+from core.validation import check_matches, shorten
 from engine.client.services import Services
 
 MAX_WORKFLOWS = 1024
 """Names of workflows, those from the start included."""
+
+NAME = r"[\w.-]{1,64}"
+"""Names of workflows: an answer that a hostile file has forged may have any."""
 
 MAX_BYTES = 512 * 1024
 """Most bytes of the messages for all workflows that engines have taken in use while they serve. A worker that is
@@ -63,6 +67,7 @@ class RuntimeWorkflows:
         """Raises InvalidRequestError."""
         served = self._services.served
         for name in names:
+            check_matches("workflow", name, NAME, "1 to 64 letters, digits and _ . -")
             if served.is_taken(name):
                 message = (
                     f"Invalid workflow: '{name}' is served already, and is no workflow of classes alone; rename it."
@@ -78,6 +83,11 @@ class RuntimeWorkflows:
             message = (
                 f"Invalid workflow: '{workflow.name}' makes pictures of a model, whose entry of the catalog names it; "
                 "register it at the start (--workflow)."
+            )
+            raise InvalidRequestError(message, code="invalid_workflow")
+        if lacking := sorted(workflow.class_names - classes.keys()):
+            message = (
+                f"Invalid workflow: '{workflow.name}' names the class '{shorten(lacking[0])}', which there is not."
             )
             raise InvalidRequestError(message, code="invalid_workflow")
         mine = [classes[name] for name in sorted(workflow.class_names)]

@@ -82,7 +82,7 @@ async def test_files_are_imported_one_at_a_time(
         running -= 1
         return Registered()
 
-    monkeypatch.setattr(workflow_routes, "import_text", slowly)
+    monkeypatch.setattr(workflow_routes, "read_sent", slowly)
     posts = [asyncio.create_task(client.post(ROUTE, content=TEXT, headers=ADMIN)) for _ in range(3)]
     while not running:
         await asyncio.sleep(0)

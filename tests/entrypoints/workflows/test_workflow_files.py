@@ -17,11 +17,10 @@ import pytest
 from workflow_texts import SOUND
 
 from core.errors import WorkflowError
-from entrypoints.workflows import workflow_files
 from entrypoints.workflows.import_limits import MAX_DESCRIPTORS, ImportLimits
 from entrypoints.workflows.import_messages import ImportAnswer, ImportOrder
 from entrypoints.workflows.importer import import_text
-from entrypoints.workflows.workflow_files import MAX_ANSWER, read_workflows, registered_of
+from entrypoints.workflows.workflow_files import MAX_ANSWER, read_sent, read_workflows, registered_of
 
 TIGHT = ImportLimits(seconds=20.0, cpu_seconds=1, memory_bytes=300 * 1024 * 1024)
 
@@ -217,17 +216,17 @@ async def test_a_text_is_imported_beside_the_event_loop(tmp_path: Path) -> None:
             turns += 1
 
     other = asyncio.create_task(take_turns())
-    registered = await workflow_files.import_text(SOUND.replace("NAME", "sent"))
+    registered = await read_sent(SOUND.replace("NAME", "sent"))
     assert [workflow.name for workflow in registered.workflows] == ["sent"]
     assert [each.file for each in registered.classes] == ["workflow.py"]
     assert turns > 10
     with pytest.raises(WorkflowError, match=r"^workflow\.py, line 2: ZeroDivisionError"):
-        await workflow_files.import_text("import os\n1 / 0")
+        await read_sent("import os\n1 / 0")
     other.cancel()
 
 
 async def test_an_import_ends_with_its_caller() -> None:
-    importing = asyncio.create_task(workflow_files.import_text("import time; time.sleep(100)"))
+    importing = asyncio.create_task(read_sent("import time; time.sleep(100)"))
     await asyncio.sleep(0.3)
     importing.cancel()
     started = time.monotonic()

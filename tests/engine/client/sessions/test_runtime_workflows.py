@@ -180,6 +180,19 @@ async def test_names_of_models_and_of_workflows_for_pictures_are_taken(server: S
     assert server.titles == ["start"]
 
 
+@pytest.mark.parametrize("name", ["", "w@1", "a b", "x" * 65])
+async def test_a_forged_name_is_refused(server: Server, name: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await server.register(("w", "a"), (name, "a"))
+    assert caught.value.param == "workflow"
+    assert server.titles == ["start"]
+
+
+async def test_a_class_that_is_not_there_is_refused(server: Server) -> None:
+    with pytest.raises(InvalidRequestError, match="names the class 'a', which there is not"):
+        await server.workflows.register([of("w", "a")], [FIRST])
+
+
 async def test_workflows_for_pictures_are_refused(server: Server) -> None:
     with pytest.raises(InvalidRequestError, match="makes pictures of a model"):
         await server.workflows.register([replace(GUARDED_BY_MIXER, name="g")], [FIRST])
