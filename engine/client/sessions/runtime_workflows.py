@@ -86,9 +86,7 @@ class RuntimeWorkflows:
             )
             raise InvalidRequestError(message, code="invalid_workflow")
         if lacking := sorted(workflow.class_names - classes.keys()):
-            message = (
-                f"Invalid workflow: '{workflow.name}' names the class '{shorten(lacking[0])}', which there is not."
-            )
+            message = f"Invalid workflow: '{workflow.name}' names a class '{shorten(lacking[0])}' that it has not."
             raise InvalidRequestError(message, code="invalid_workflow")
         mine = [classes[name] for name in sorted(workflow.class_names)]
         load = LoadWorkflow.of(workflow, mine)

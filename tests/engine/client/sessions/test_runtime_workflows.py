@@ -189,7 +189,7 @@ async def test_a_forged_name_is_refused(server: Server, name: str) -> None:
 
 
 async def test_a_class_that_is_not_there_is_refused(server: Server) -> None:
-    with pytest.raises(InvalidRequestError, match="names the class 'a', which there is not"):
+    with pytest.raises(InvalidRequestError, match="names a class 'a' that it has not"):
         await server.workflows.register([of("w", "a")], [FIRST])
 
 
