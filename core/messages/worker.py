@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import msgspec
 
@@ -160,8 +159,7 @@ class LoadWorkflow(Message, frozen=True):
     def of(cls, workflow: Workflow, classes: Iterable[RunClass]) -> LoadWorkflow:
         """Of a checked workflow. classes: that it names, with their text; those that have one are of one file."""
         known = tuple(classes)
-        # A copy: messages would also carry what a graph has found out about itself.
-        return cls("", replace(workflow), tuple(each.without_text for each in known), ClassText.of(known))
+        return cls("", workflow, tuple(each.without_text for each in known), ClassText.of(known))
 
     @property
     def whole_classes(self) -> tuple[RunClass, ...]:

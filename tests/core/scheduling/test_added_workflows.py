@@ -124,11 +124,9 @@ def test_versions_come_and_go_while_ranks_die(seed: int) -> None:
 def test_a_message_carries_the_text_of_classes_once() -> None:
     workflow, classes = version(DIAMOND, 1)
     own = [replace_text(each) for each in classes]
-    workflow.readers  # noqa: B018 - what a graph has found out about itself is not sent
     load = LoadWorkflow.of(workflow, own)
     assert load.whole_classes == tuple(own)
     assert {each.source for each in load.classes} == {""}
-    assert vars(load.workflow).keys() == vars(replace(workflow)).keys()
 
 
 def replace_text(each: RunClass) -> RunClass:
