@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -247,6 +248,37 @@ def test_a_mistake_is_named_and_changes_nothing(admin: httpx.Client, user: httpx
     assert error["code"] == code
     assert told in error["message"]
     assert served(user) == before
+
+
+def test_whatever_is_sent_is_registered_or_refused(admin: httpx.Client, user: httpx.Client) -> None:
+    """Texts that end early, or have other bytes in places."""
+    random, statuses = Random(3), set[int]()
+    sound = SOUND.replace("NAME", "sent").encode()
+    for _ in range(12):
+        text = bytearray(sound[: random.randrange(len(sound))] if random.random() < 0.5 else sound)
+        for _ in range(random.randrange(3)):
+            text[random.randrange(len(text))] = random.randrange(256)
+        answer = admin.post("/workflows", content=bytes(text))
+        assert answer.status_code in (200, 400), answer.text
+        statuses.add(answer.status_code)
+    assert 400 in statuses
+    for name in set(served(user)) - {"tiny/fill", "from-start", "kept"}:
+        assert admin.delete(f"/workflows/{name}").status_code == 200
+
+
+def test_no_request_is_lost_while_a_workflow_is_replaced_again_and_again(
+    admin: httpx.Client, user: httpx.Client
+) -> None:
+    texts = [SOUND.replace("NAME", "busy").replace("2 * x", f"{factor} * x") for factor in (2, 3)]
+    register(admin, texts[0])
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(lambda: [run(user, "busy", x=5) for _ in range(30)]) for _ in range(4)]
+        for number in range(6):
+            assert register(admin, texts[(number + 1) % 2]) == ["busy"]
+        made = [each["y"] for several in running for each in several.result()]
+    assert set(made) == {10, 15}
+    assert run(user, "busy", x=5) == {"y": 10}
+    assert admin.delete("/workflows/busy").status_code == 200
 
 
 def test_a_class_whose_import_ends_workers_is_refused_and_others_go_on(
