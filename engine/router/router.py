@@ -280,8 +280,10 @@ class Router:
 
     def drop_workflow(self, name: str) -> None:
         """Forget a workflow that no request has any more, and have all engines free what its classes have."""
-        self._workflows.pop(name, None)
         self.additions.remove(DropWorkflow(name))
+        if (gone := self._workflows.pop(name, None)) is not None:
+            named = frozenset[str]().union(*(workflow.class_names for workflow in self._workflows.values()))
+            self._fleet.forget_classes(gone.class_names - named)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Abort requests. The terminal output of each still follows, at once if no engine has the request."""
