@@ -136,9 +136,12 @@ class AdapterAdded(Message, frozen=True):
 
 
 class WorkflowAdded(Message, frozen=True):
-    """Terminal, for LoadWorkflow: every rank of the engine has imported its classes."""
+    """Terminal, for LoadWorkflow: every rank of the engine has imported its classes, and one has loaded them, unless
+    --model-bytes limits what is loaded.
+    """
 
     request_id: str
+    name: str  # of the workflow
 
 
 class Failed(Message, frozen=True):

@@ -125,7 +125,7 @@ class RankAdditions:
         (removal,) = load.made
         if not isinstance(removal, DropAdapter):
             self._made[removal] = message
-            return WorkflowAdded(message.request_id)
+            return WorkflowAdded(message.request_id, removal.name)
         self._made[removal] = msgspec.structs.replace(message, patch=removal.patch)
         return AdapterAdded(message.request_id, removal.patch, load.defaults)
 

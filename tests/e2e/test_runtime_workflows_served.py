@@ -147,12 +147,12 @@ def test_running_requests_end_on_the_workflow_that_they_began_and_its_weights_ar
 ) -> None:
     """On both engines, once the last of these requests is over; of one that is replaced, and of one that is deleted."""
     gate = folder / "gate"
-    register(admin, held(1, folder))
     assert "class" not in components(user)
+    register(admin, held(1, folder))
+    until(lambda: components(user).count("class") == 2)
     with ThreadPoolExecutor(4) as pool:
         first = [pool.submit(run, user, "held", gate=str(gate), rounds=200) for _ in range(2)]
         until(lambda: num_running(user) == 2)
-        until(lambda: "class" in components(user))
         register(admin, held(2, folder))
         second = [pool.submit(run, user, "held", gate=str(gate), rounds=2) for _ in range(2)]
         until(lambda: num_admitted(user) == 4)
@@ -184,14 +184,6 @@ def test_a_registration_survives_engines_and_workers(
     assert [run(user, "kept", x=5) for _ in range(4)] == [{"y": 10}] * 4
     assert run(user, "gone", x=5) == (404, "model_not_found")
     assert "requests with" not in server.log.read_text().removeprefix(before)
-
-
-def test_what_was_registered_at_the_start_is_replaced_and_deleted(admin: httpx.Client, user: httpx.Client) -> None:
-    assert run(user, "from-start", x=2) == {"y": 4}
-    register(admin, SOUND.replace("NAME", "from-start").replace("2 * x", "3 * x"))
-    assert run(user, "from-start", x=2) == {"y": 6}
-    assert admin.delete("/workflows/from-start").status_code == 200
-    assert run(user, "from-start", x=2) == (404, "model_not_found")
 
 
 def other_class(body: str) -> str:
@@ -226,6 +218,12 @@ REFUSED: dict[str, tuple[str | bytes, int, str, str]] = {
         "invalid_workflow",
         "ValueError: not in workers",
     ),
+    "a class that cannot be loaded": (
+        SOUND.replace("NAME", "from-start").replace("        pass", "        raise OSError('no such weights')"),
+        400,
+        "invalid_workflow",
+        "OSError: no such weights",
+    ),
     "the field of names": (
         SOUND.replace("NAME", "bad")
         .replace('"x"', '"model"')
@@ -248,6 +246,15 @@ def test_a_mistake_is_named_and_changes_nothing(admin: httpx.Client, user: httpx
     assert error["code"] == code
     assert told in error["message"]
     assert served(user) == before
+    assert run(user, "from-start", x=2) == {"y": 4}, "what it was to replace goes on"
+
+
+def test_what_was_registered_at_the_start_is_replaced_and_deleted(admin: httpx.Client, user: httpx.Client) -> None:
+    assert run(user, "from-start", x=2) == {"y": 4}
+    register(admin, SOUND.replace("NAME", "from-start").replace("2 * x", "3 * x"))
+    assert run(user, "from-start", x=2) == {"y": 6}
+    assert admin.delete("/workflows/from-start").status_code == 200
+    assert run(user, "from-start", x=2) == (404, "model_not_found")
 
 
 def test_whatever_is_sent_is_registered_or_refused(admin: httpx.Client, user: httpx.Client) -> None:

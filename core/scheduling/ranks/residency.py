@@ -207,6 +207,7 @@ class Residency:
 
     def _forget(self, key: ModelKey) -> None:
         self._retired.discard(key)
+        self.quarantine.forget(key)
         for known in (self._sizes, self._uses, self._copies, self._users):
             known.pop(key, None)
         for place in [place for place in self._since if place[1] == key]:

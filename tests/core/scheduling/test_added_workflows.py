@@ -6,12 +6,14 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from ranks_that_die import Site
+from ranks_that_die import DIED, Site
 from run_workflows import CLASSES, DIAMOND, random_workflow, run_request
 
+from core.failure import Failure
 from core.graph.workflow import Workflow
+from core.handles import ModelKey
 from core.messages.engine import Finished
-from core.messages.worker import LoadWorkflow
+from core.messages.worker import LoadWorkflow, ModelFailed
 from core.run_class import RunClass
 from core.scheduling.policies import make_policy
 from core.scheduling.policies.planner.default import Default
@@ -119,6 +121,68 @@ def test_versions_come_and_go_while_ranks_die(seed: int) -> None:
     settle(site)
     assert "class" not in loaded(site)
     assert not site.scheduler.take_refused()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_classes_are_loaded_before_requests_come(num_ranks: int) -> None:
+    site = Site(Random(0), num_ranks, Default())
+    workflow, classes = version(DIAMOND, 1)
+    site.scheduler.add_workflow(workflow, classes)
+    site.scheduler.try_workflow(workflow.name)
+    assert site.scheduler.trial_of(workflow.name, site.now) is False
+    settle(site)
+    assert site.scheduler.trial_of(workflow.name, site.now) is True
+    assert "class" in loaded(site)
+    site.scheduler.drop_workflow(workflow.name)
+    settle(site)
+    assert site.scheduler.trial_of(workflow.name, site.now) is True, "nobody waits for one that was dropped"
+
+
+def test_a_class_that_cannot_be_loaded_is_told_and_tried_again_when_it_comes_back() -> None:
+    site = Site(Random(0), 1, Default())
+    workflow, classes = version(DIAMOND, 1)
+    for _ in range(2):
+        site.scheduler.add_workflow(workflow, classes)
+        site.scheduler.try_workflow(workflow.name)
+        site.schedule()
+        ((rank, key),) = fail_loads(site)
+        site.scheduler.apply_load(ModelFailed(rank, key, Failure("config", "it will not")), site.now)
+        outcome = site.scheduler.trial_of(workflow.name, site.now)
+        assert isinstance(outcome, Failure)
+        assert (outcome.kind, outcome.code) == ("invalid_request", "invalid_workflow")
+        assert "it will not" in outcome.message
+        site.scheduler.drop_workflow(workflow.name)
+        settle(site)
+
+
+def test_a_class_whose_load_ends_a_rank_is_told() -> None:
+    site = Site(Random(0), 2, Default())
+    workflow, classes = version(DIAMOND, 1)
+    site.scheduler.add_workflow(workflow, classes)
+    site.scheduler.try_workflow(workflow.name)
+    site.schedule()
+    site.workers.lose(0)
+    site.scheduler.lose_rank(0, DIED, site.now, is_fast=True)
+    outcome = site.scheduler.trial_of(workflow.name, site.now)
+    assert isinstance(outcome, Failure)
+    assert outcome.kind == "run_failed"
+
+
+def test_where_bytes_are_limited_nothing_is_loaded_for_a_trial() -> None:
+    site = Site(Random(0), 1, Default(), model_bytes=10**9)
+    workflow, classes = version(DIAMOND, 1)
+    site.scheduler.add_workflow(workflow, classes)
+    site.scheduler.try_workflow(workflow.name)
+    assert site.scheduler.trial_of(workflow.name, site.now) is True
+    settle(site)
+    assert "class" not in loaded(site)
+
+
+def fail_loads(site: Site) -> list[tuple[int, ModelKey]]:
+    """The classes that ranks load, which they do no more."""
+    classes = [(rank, key) for rank, key in site.workers.loading if key.component == "class"]
+    site.workers.loading = [each for each in site.workers.loading if each not in classes]
+    return classes
 
 
 def test_a_message_carries_the_text_of_classes_once() -> None:

@@ -136,7 +136,7 @@ def test_a_workflow_is_answered_when_all_ranks_have_its_classes_and_told_to_thos
     additions, told = make(2)
     additions.load(WORKFLOW)
     assert additions.note(WorkflowLoaded(1, "load")) is None
-    assert additions.note(WorkflowLoaded(0, "load")) == WorkflowAdded("load")
+    assert additions.note(WorkflowLoaded(0, "load")) == WorkflowAdded("load", "diamond@1")
     additions.lose(1, "it died")
     additions.join(1)
     assert told == [(0, WORKFLOW), (1, WORKFLOW), (1, WORKFLOW)]

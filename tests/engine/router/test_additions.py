@@ -143,7 +143,7 @@ class WorkflowEngine(Engine):
 
     def tell(self, answer: str | Failure) -> None:
         request_id, waiter = self.loads[-1].request_id, self._waiters.pop()
-        waiter(Failed(request_id, answer) if isinstance(answer, Failure) else WorkflowAdded(request_id))
+        waiter(Failed(request_id, answer) if isinstance(answer, Failure) else WorkflowAdded(request_id, "diamond@1"))
 
 
 async def test_all_engines_take_a_workflow_in_use_whatever_their_models() -> None:
