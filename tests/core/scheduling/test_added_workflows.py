@@ -144,8 +144,7 @@ def test_a_class_that_cannot_be_loaded_is_told_and_tried_again_when_it_comes_bac
     for _ in range(2):
         site.scheduler.add_workflow(workflow, classes)
         site.scheduler.try_workflow(workflow.name)
-        site.schedule()
-        ((rank, key),) = fail_loads(site)
+        rank, key = next_load_of_a_class(site)
         site.scheduler.apply_load(ModelFailed(rank, key, Failure("config", "it will not")), site.now)
         outcome = site.scheduler.trial_of(workflow.name, site.now)
         assert isinstance(outcome, Failure)
@@ -160,9 +159,9 @@ def test_a_class_whose_load_ends_a_rank_is_told() -> None:
     workflow, classes = version(DIAMOND, 1)
     site.scheduler.add_workflow(workflow, classes)
     site.scheduler.try_workflow(workflow.name)
-    site.schedule()
-    site.workers.lose(0)
-    site.scheduler.lose_rank(0, DIED, site.now, is_fast=True)
+    rank, _ = next_load_of_a_class(site)
+    site.workers.lose(rank)
+    site.scheduler.lose_rank(rank, DIED, site.now, is_fast=True)
     outcome = site.scheduler.trial_of(workflow.name, site.now)
     assert isinstance(outcome, Failure)
     assert outcome.kind == "run_failed"
@@ -178,11 +177,18 @@ def test_where_bytes_are_limited_nothing_is_loaded_for_a_trial() -> None:
     assert "class" not in loaded(site)
 
 
-def fail_loads(site: Site) -> list[tuple[int, ModelKey]]:
-    """The classes that ranks load, which they do no more."""
-    classes = [(rank, key) for rank, key in site.workers.loading if key.component == "class"]
-    site.workers.loading = [each for each in site.workers.loading if each not in classes]
-    return classes
+def next_load_of_a_class(site: Site) -> tuple[int, ModelKey]:
+    """A rank and the class that it is told to load; it has loaded what came before, and does not load this."""
+    for _ in range(10):
+        site.schedule()
+        for rank in range(site.workers.num_ranks):
+            site.answer(rank)
+        for each in site.workers.loading:
+            if each[1].component == "class":
+                site.workers.loading.remove(each)
+                return each
+        site.finish_loads_and_copies()
+    raise AssertionError("no class is loaded")
 
 
 def test_a_message_carries_the_text_of_classes_once() -> None:
