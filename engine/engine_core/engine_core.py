@@ -271,8 +271,9 @@ class EngineCore:
             outcome = self._scheduler.trial_of(added.name, time.monotonic())
             if outcome is False:
                 continue
+            answer: Answer = added if outcome is True else Failed(added.request_id, outcome)
             self._tried.remove(added)
-            self._answers += [added if outcome is True else Failed(added.request_id, outcome)]
+            self._answers.append(answer)
 
     def _lose(self, message: WorkerFailed) -> None:
         """Restart a dead worker, while the others go on; or give up if no other lives and it keeps dying."""
