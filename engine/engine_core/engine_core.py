@@ -258,11 +258,11 @@ class EngineCore:
     def _note_additions(self, answers: Iterable[Answer | None]) -> None:
         """Note answers to what ranks were to take in use. Classes are loaded before any request may name them, so that
         a workflow of those that cannot be replaces no other one."""
-        for answer in filter(None, answers):
+        for answer in answers:
             if isinstance(answer, WorkflowAdded):
                 self._scheduler.try_workflow(answer.name)
                 self._tried.append(answer)
-            else:
+            elif answer is not None:
                 self._answers.append(answer)
 
     def _note_trials(self) -> None:

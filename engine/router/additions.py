@@ -53,7 +53,7 @@ class Additions:
 
     async def load_workflow(self, load: LoadWorkflow) -> None:
         """Have every engine that is up take a workflow in use; others when they are. Raises InvalidRequestError for a
-        class that workers cannot import, RunError if importing one ends them, EngineDeadError if all engines die
+        class that workers cannot import or load, RunError if that ends them, EngineDeadError if all engines die
         meanwhile, OverloadedError if none is up; then none has it.
         """
         answers = await self._ask_all(load)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -320,3 +321,15 @@ def test_only_an_admin_key_opens_them(server: ServerProcess, key: str | None) ->
 
 def test_an_admin_key_opens_nothing_else(admin: httpx.Client) -> None:
     assert admin.get("/models").status_code == 401
+
+
+def test_admin_keys_are_read_again(server: ServerProcess, folder: Path) -> None:
+    def delete(key: str) -> int:
+        url = f"{server.base_url}/workflows/none"
+        return httpx.delete(url, headers={"authorization": f"Bearer {key}"}).status_code
+
+    assert (delete(ADMIN), delete("another")) == (404, 401)
+    (folder / "admin.keys").write_text(f"{ADMIN}\nanother\n")
+    server.process.send_signal(signal.SIGHUP)
+    until(lambda: delete("another") == 404)
+    assert (delete(ADMIN), delete(USER)) == (404, 401)

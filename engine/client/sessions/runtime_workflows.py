@@ -30,8 +30,8 @@ restarted is sent them at once, and half of its ring remains for plans."""
 
 
 class RuntimeWorkflows:
-    """A name is served once every engine that is up has imported the classes, and a workflow kept until no name and no
-    request has it. Engines know it by its name and a digest of its content, so that they have several of one name while
+    """A name is served once every engine that is up has imported and loaded the classes, and a workflow kept until no
+    name and no request has it. Engines know it by its name and a digest of its content, so that they have several of one name while
     requests run on the former one.
     """
 
@@ -45,7 +45,7 @@ class RuntimeWorkflows:
     async def register(self, workflows: Sequence[Workflow], classes: Iterable[RunClass]) -> None:
         """Serve these workflows, which were checked, instead of those of the same names. classes: that they name, with
         their text, all of one file. Raises InvalidRequestError for a name that is taken, a workflow that is none of
-        classes alone, and a class that workers cannot use; RunError if importing one ends them; OverloadedError; then
+        classes alone, and a class that workers cannot import or load; RunError if that ends them; OverloadedError; then
         nothing has changed.
         """
         known = {each.name: each for each in classes}
