@@ -31,8 +31,8 @@ restarted is sent them at once, and half of its ring remains for plans."""
 
 class RuntimeWorkflows:
     """A name is served once every engine that is up has imported and loaded the classes, and a workflow kept until no
-    name and no request has it. Engines know it by its name and a digest of its content, so that they have several of one name while
-    requests run on the former one.
+    name and no request has it. Engines know it by its name and a digest of its content, so that they have several of
+    one name while requests run on the former one.
     """
 
     def __init__(self, services: Services, changing: asyncio.Lock) -> None:
