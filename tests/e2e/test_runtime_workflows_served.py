@@ -35,7 +35,7 @@ class Held(Model):
 
     def execute(self, gate, round):
         if not Path(gate).exists():
-            time.sleep(0.05)
+            time.sleep(0.1)
         return {"made": NUMBER}
 
     def __del__(self):
@@ -285,9 +285,9 @@ def test_no_request_is_lost_while_a_workflow_is_replaced_again_and_again(
     def run_on() -> list[Any]:
         return [run(user, "busy", x=5) for _ in iter(is_over.is_set, True)]
 
-    with ThreadPoolExecutor(4) as pool:
-        running = [pool.submit(run_on) for _ in range(4)]
-        for number in range(4):
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(run_on) for _ in range(2)]
+        for number in range(2):
             register(admin, texts[(number + 1) % 2])
         is_over.set()
         made = [each["y"] for several in running for each in several.result()]
