@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 
 import msgspec
 
@@ -32,6 +33,25 @@ LOAD_SECONDS = 600.0
 
 MAX_RUN_SECONDS = 3600.0
 """Most that a run or a load may be given."""
+
+
+class ClassText(msgspec.Struct, frozen=True):
+    """The text that classes of one file share, of which a message carries one."""
+
+    module: str  # name of the module that the text becomes
+    source: str
+    file: str
+
+    @classmethod
+    def of(cls, classes: Iterable[RunClass]) -> ClassText | None:
+        """The text of these classes, of which all that have one are of one file; None: none has one."""
+        first = next((each for each in classes if each.source), None)
+        return None if first is None else cls(first.module, first.source, first.file)
+
+    def put_into(self, classes: Iterable[RunClass]) -> tuple[RunClass, ...]:
+        """The classes, those of its module with the text."""
+        own = {"source": self.source, "file": self.file}
+        return tuple(msgspec.structs.replace(each, **own) if each.module == self.module else each for each in classes)
 
 
 class RunClass(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +93,16 @@ class RunClass(msgspec.Struct, frozen=True, kw_only=True):
         check_integer("nbytes", self.nbytes, 0)
         check_length("source", self.source, MAX_SOURCE)
         check_choice("dtype", self.dtype, ("float32", "bfloat16", "float16"))
+
+    @property
+    def module(self) -> str:
+        """Name of the module that it is in."""
+        return self.path.partition(":")[0]
+
+    @property
+    def without_text(self) -> RunClass:
+        """The class without its module's text, see ClassText."""
+        return msgspec.structs.replace(self, source="", file="")
 
     @property
     def key(self) -> ModelKey:

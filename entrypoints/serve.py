@@ -27,7 +27,7 @@ import contextlib
 import gc
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -35,11 +35,12 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from core.errors import ConfigError, StencilError, WorkflowError
+from core.errors import ConfigError, StencilError
 from core.ipc import logs
 from core.ipc.heap import return_freed_memory
 from engine.client.async_engine import AsyncEngine
 from engine.observability.tracing import Tracer, create_tracer
+from entrypoints.api_keys import KeySource
 from entrypoints.early_launch import launched
 from entrypoints.hosts import is_loopback, normal_host
 from entrypoints.http_protocol import GuardedProtocol
@@ -47,7 +48,7 @@ from entrypoints.key_reload import KeyReload
 from entrypoints.model_paths import check_model
 from entrypoints.openai.app import ServerSettings, create_app
 from entrypoints.openai.body.submission import STALL_SECONDS
-from entrypoints.openai.fields.own_fields import unfit_name
+from entrypoints.openai.fields.own_fields import check_inputs
 from entrypoints.run_until import run_until
 from entrypoints.serve_options import ServeOptions
 from entrypoints.workflows.workflow_files import read_workflows
@@ -80,14 +81,9 @@ def main(options: ServeOptions) -> int:
 
 
 def with_workflows(options: ServeOptions) -> ServeOptions:
-    """The options with the workflows of the files that they name. Raises WorkflowError, also for an input that requests
-    cannot give, as its field names the workflow.
-    """
+    """The options with the workflows of the files that they name. Raises WorkflowError."""
     registered = read_workflows(options.workflow_files)
-    for workflow in registered.workflows:
-        name, problem = unfit_name(workflow)
-        if problem:
-            raise WorkflowError(f"workflow {workflow.name}, input {name}: {problem}", node="", input=name)
+    check_inputs(registered.workflows)
     engine = msgspec.structs.replace(options.config.engine, classes=registered.classes, workflows=registered.workflows)
     return replace(options, config=msgspec.structs.replace(options.config, engine=engine))
 
@@ -111,6 +107,7 @@ async def _serve(options: ServeOptions, listener: socket.socket, tracer: Tracer)
         rate_limit=options.rate_limit,
         allowed_origins=options.allowed_origins,
         runtime_lora=options.runtime_lora,
+        admin_keys=options.admin_keys if options.runtime_workflows else (),
         playground=options.playground,
         allowed_hosts=hosts_served(options, listener),
     )
@@ -123,23 +120,31 @@ async def _serve(options: ServeOptions, listener: socket.socket, tracer: Tracer)
     try:
         await _run_engine(engine, options, signals, _url(listener))
     finally:
-        if reloading is not None:
-            reloading.cancel()
+        for task in reloading:
+            task.cancel()
         server.should_exit = True
         await http
     return 0
 
 
-def _follow_hangups(options: ServeOptions, app: FastAPI, signals: _Signals) -> asyncio.Task[None] | None:
-    """Install the SIGHUP handler: reload key files, else shut down. Returns the reloading task, if there are files."""
-    loop = asyncio.get_running_loop()
+def _follow_hangups(options: ServeOptions, app: FastAPI, signals: _Signals) -> list[asyncio.Task[None]]:
+    """Install the SIGHUP handler: reload key files, else shut down. Returns the reloading tasks, if there are files."""
+    loop, reloads = asyncio.get_running_loop(), list[KeyReload]()
     if options.key_source.files:
-        reload = KeyReload(options.key_source, app.state.keys)
-        loop.add_signal_handler(signal.SIGHUP, reload.ask)
-        return asyncio.create_task(reload.run())
+        reloads.append(KeyReload(options.key_source, app.state.keys))
+    if options.runtime_workflows and options.admin_key_file:
+        reloads.append(KeyReload(KeySource((), (options.admin_key_file,), {}), app.state.admin_keys))
+    if reloads:
+        loop.add_signal_handler(signal.SIGHUP, _ask_all, reloads)
+        return [asyncio.create_task(reload.run()) for reload in reloads]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup sets SIG_IGN
         loop.add_signal_handler(signal.SIGHUP, signals.on_signal)
-    return None
+    return []
+
+
+def _ask_all(reloads: Iterable[KeyReload]) -> None:
+    for reload in reloads:
+        reload.ask()
 
 
 async def _run_engine(engine: AsyncEngine, options: ServeOptions, signals: _Signals, url: str) -> None:

@@ -23,7 +23,7 @@ from core.config import (
 from core.errors import ConfigError
 from core.ipc.logs import one_line
 from core.scheduling.policies import make_policy
-from entrypoints.api_keys import KeySource
+from entrypoints.api_keys import KeySource, read_key_file
 from entrypoints.catalog import Catalog, read_catalog
 from entrypoints.serve_flags import FLAGS, Flag, flags_of
 from entrypoints.serve_options import ServeOptions
@@ -37,9 +37,11 @@ def parse_options(argv: Sequence[str] | None) -> ServeOptions:
         config = _config(args)
         key_source = KeySource(tuple(args.api_keys), tuple(args.api_key_files), os.environ)
         api_keys = key_source.read()
+        admin_keys = tuple(read_key_file(Path(args.admin_key_file))) if args.admin_key_file else ()
     except ConfigError as error:
         parser.error(str(error))
-    return ServeOptions(api_keys=api_keys, key_source=key_source, config=config, **_values(ServeOptions, args))
+    keys: dict[str, Any] = {"api_keys": api_keys, "key_source": key_source, "admin_keys": admin_keys}
+    return ServeOptions(config=config, **keys, **_values(ServeOptions, args))
 
 
 def _config(args: argparse.Namespace) -> StencilConfig:

@@ -153,6 +153,13 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             field="workflow_files",
         ),
         Flag(
+            "--allow-runtime-workflows",
+            ServeOptions,
+            "let those with a key of --admin-key-file register and delete workflows (POST and DELETE /v1/workflows), "
+            "whose code runs in workers, with all that they may read, pictures of all owners included",
+            field="runtime_workflows",
+        ),
+        Flag(
             "--dtype",
             ModelConfig,
             "data type of weights and computation; auto: the fastest that is safe on the device",
@@ -230,6 +237,13 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "FILE",
             repeats=True,
             field="api_key_files",
+        ),
+        Flag(
+            "--admin-key-file",
+            ServeOptions,
+            "file of the keys for --allow-runtime-workflows, read and reloaded as that of --api-key-file; these keys "
+            "open nothing else",
+            "FILE",
         ),
         Flag(
             "--rate-limit",

@@ -24,6 +24,9 @@ class ServeOptions:
     allowed_hosts: tuple[str, ...] = ()  # in `Host` headers, besides the server's own
     rate_limit: int = 0  # requests per minute and caller; 0: no limit
     runtime_lora: bool = False  # whether callers may load adapters from files of this machine
+    runtime_workflows: bool = False  # whether those with an admin key may register workflows
+    admin_key_file: str = ""
+    admin_keys: tuple[str, ...] = field(default=(), repr=False)  # that were in it
     workflow_files: tuple[str, ...] = ()  # files and folders of workflows
     playground: bool = True  # whether to serve the playground's pages
     log_level: Literal["debug", "info", "warning", "error"] = "info"

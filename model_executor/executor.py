@@ -29,10 +29,10 @@ from core.messages.codec import MessageDecoder, encode
 from core.messages.peers import RankGone
 from core.messages.plan_parts import parts_of
 from core.messages.worker import (
+    Addition,
     CostSample,
-    DropAdapter,
     FromWorker,
-    LoadAdapter,
+    Removal,
     Shutdown,
     StepPlan,
     ToWorker,
@@ -136,7 +136,7 @@ class Executor:
                 logger.error("worker %d is killed, as its plan cannot be sent: %s", rank, error, extra=of_request(""))
                 self.kill(rank)
 
-    def tell(self, rank: int, message: LoadAdapter | DropAdapter) -> None:
+    def tell(self, rank: int, message: Addition | Removal) -> None:
         """Send a rank what is no plan. One that died is reported by `results`, not here."""
         self._workers[rank].send(message)
 

@@ -186,7 +186,9 @@ LAWS = {
     "engine.client": Law((*SHARED, *SEEN, "engine.images", "engine.router"), ENGINE),
     "entrypoints.playground": Law(("entrypoints.playground",), ENTRY),
     "entrypoints.calibration": Law((*SHARED, *SEEN, "engine.images", "entrypoints", "entrypoints.calibration"), ENTRY),
-    OPENAI: Law((*SHARED, *SEEN, "entrypoints", *below(OPENAI), "entrypoints.playground"), ENTRY),
+    OPENAI: Law(
+        (*SHARED, *SEEN, "entrypoints", *below(OPENAI), "entrypoints.playground", "entrypoints.workflows"), ENTRY
+    ),
     f"{OPENAI}.fields": Law((*SHARED, *SEEN, "entrypoints", f"{OPENAI}.fields"), ENTRY),
     "entrypoints.workflows": Law(("core", "core.graph", "core.ipc", OPS, "entrypoints.workflows"), SMALL),
     "entrypoints.workflows.families": Law(("core", *GRAPH, *below("entrypoints.workflows")), SMALL),

@@ -36,7 +36,7 @@ from core.handles import ArrayRef, LoadedComponent, ModelKey, RankIds
 from core.messages.codec import MessageDecoder, encode
 from core.messages.engine import EngineOutputs, EngineRequest, FromEngine, ToEngine
 from core.messages.plan_parts import parts_of
-from core.messages.worker import Batch, BatchResult, DropAdapter, FromWorker, LoadAdapter, StepPlan, TransferDone
+from core.messages.worker import Addition, Batch, BatchResult, FromWorker, Removal, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.policies import make_policy
@@ -191,7 +191,7 @@ class Loop:
             if part.batches or part.transfers:
                 self._plans[rank].append(part)
 
-    def tell(self, rank: int, message: LoadAdapter | DropAdapter) -> None:
+    def tell(self, rank: int, message: Addition | Removal) -> None:
         raise AssertionError("no adapter is loaded")
 
     def kill(self, rank: int) -> None:

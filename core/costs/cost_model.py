@@ -8,7 +8,7 @@ kind of work is named by everything that changes its line: family, components, o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import msgspec
@@ -196,6 +196,13 @@ class CostModel:
             self._profiles[key].observe(work, seconds)
         if work.queries and _is_even(work):
             self._steps.observe(_kind(key), key.degree, len(work.queries), work.queries[0], seconds)
+
+    def forget(self, gone: Set[ModelKey]) -> None:
+        """Forget the work of classes; none was profiled."""
+        seen: tuple[dict[CostKey, Any], ...] = self._lines, self._num_seen, self._largest
+        for known in seen:
+            for key in [key for key in known if not gone.isdisjoint(key.components)]:
+                del known[key]
 
     def add_profile(self, key: CostKey, profile: Profile) -> None:
         """Predict this kind of work from its tables, as far as they reach."""

@@ -155,6 +155,11 @@ class Workflow:
     # Name of an adapter of the model that it serves, which all its requests have -> its scale.
     loras: Mapping[str, float] = field(default_factory=dict, hash=False)
 
+    @property
+    def title(self) -> str:
+        """The name that users give it: without what follows "@", the digest of its content, where that is known."""
+        return self.name.partition("@")[0]
+
     def node(self, name: str) -> Node:
         """Raises KeyError that names it."""
         return self._by_name[name]
@@ -378,6 +383,11 @@ class Workflow:
     def roles(self) -> Mapping[str, str]:
         """Role -> kind of component that plays it."""
         return {role_of(node): op_of(node).component for node in self.nodes}
+
+    @cached_property
+    def class_names(self) -> frozenset[str]:
+        """Names of the classes that play roles of its nodes with ports of their own."""
+        return frozenset(role_of(node) for node in self.nodes if op_of(node).has_own_ports)
 
     @cached_property
     def paged(self) -> Node | None:

@@ -10,7 +10,7 @@ from core.handles import ArrayRef, CacheResult, Tier
 from core.messages.message import Message
 from core.messages.specs import Spec
 from core.messages.specs.picture_spec import PictureSpec
-from core.messages.worker import DropAdapter, LoadAdapter
+from core.messages.worker import Addition, Removal
 from core.model_info import ModelInfo
 from core.patches import PatchSet
 from core.sampler_defaults import LEFT_OPEN, SamplerDefaults
@@ -82,7 +82,7 @@ class Drain(Message, frozen=True):
     """Finish all accepted requests, then exit. New ones are refused by the sender, not here."""
 
 
-ToEngine = EngineRequest | PrimeTemplate | DropTemplate | LoadAdapter | DropAdapter | Abort | Drain
+ToEngine = EngineRequest | PrimeTemplate | DropTemplate | Addition | Removal | Abort | Drain
 
 
 class EngineReady(Message, frozen=True):
@@ -135,6 +135,15 @@ class AdapterAdded(Message, frozen=True):
     defaults: SamplerDefaults = LEFT_OPEN  # that it brings
 
 
+class WorkflowAdded(Message, frozen=True):
+    """Terminal, for LoadWorkflow: every rank of the engine has imported its classes, and one has loaded them, unless
+    --model-bytes limits what is loaded.
+    """
+
+    request_id: str
+    name: str  # of the workflow
+
+
 class Failed(Message, frozen=True):
     """Terminal."""
 
@@ -151,7 +160,7 @@ class Aborted(Message, frozen=True):
 class EngineOutputs(Message, frozen=True):
     """The outputs of one iteration of the engine, with its load."""
 
-    outputs: tuple[PartialImage | Finished | TemplatePrimed | AdapterAdded | Failed | Aborted, ...]
+    outputs: tuple[PartialImage | Finished | TemplatePrimed | AdapterAdded | WorkflowAdded | Failed | Aborted, ...]
     load: LoadReport
     stats: EngineStats | None = None  # None if the last ones are recent enough
 
@@ -165,7 +174,7 @@ class EngineFailed(Message, frozen=True):
 
     failure: Failure
     # Terminal messages of the requests it held; the receiver fails all others.
-    outputs: tuple[Finished | TemplatePrimed | AdapterAdded | PartialImage | Failed | Aborted, ...] = ()
+    outputs: tuple[Finished | TemplatePrimed | AdapterAdded | WorkflowAdded | PartialImage | Failed | Aborted, ...] = ()
 
 
 FromEngine = EngineReady | EngineOutputs | EngineAlive | EngineFailed

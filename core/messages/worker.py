@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from core.config import CacheConfig, ModelConfig, SchedulerConfig
@@ -13,7 +15,7 @@ from core.handles import ArrayRef, EntryRef, LoadedComponent, ModelKey, RankIds,
 from core.messages.message import Message
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype
-from core.run_class import RunClass
+from core.run_class import ClassText, RunClass
 from core.sampler_defaults import LEFT_OPEN, SamplerDefaults
 
 
@@ -143,11 +145,46 @@ class DropAdapter(Message, frozen=True):
     patch: str
 
 
+class LoadWorkflow(Message, frozen=True):
+    """Take a workflow of users' classes in use, and import these beside the plans. Answered with a WorkflowLoaded. The
+    API server sends it to EngineCores, and these to all their ranks, which need the classes alone.
+    """
+
+    request_id: str
+    workflow: Workflow  # of a name that no other content has
+    classes: tuple[RunClass, ...]  # that it names, without text
+    text: ClassText | None = None  # of those that are of a file
+
+    @classmethod
+    def of(cls, workflow: Workflow, classes: Iterable[RunClass]) -> LoadWorkflow:
+        """Of a checked workflow. classes: that it names, with their text; those that have one are of one file."""
+        known = tuple(classes)
+        return cls("", workflow, tuple(each.without_text for each in known), ClassText.of(known))
+
+    @property
+    def whole_classes(self) -> tuple[RunClass, ...]:
+        """The classes with their text."""
+        return self.classes if self.text is None else self.text.put_into(self.classes)
+
+
+class DropWorkflow(Message, frozen=True):
+    """Forget a workflow that no request has, nor will, and free the classes that no other one names. No answer."""
+
+    name: str
+
+
+Addition = LoadAdapter | LoadWorkflow
+"""What engines and ranks take in use while they serve."""
+
+Removal = DropAdapter | DropWorkflow
+"""Undoes an Addition."""
+
+
 class Shutdown(Message, frozen=True):
     """Exit after the plans already queued."""
 
 
-ToWorker = StepPlan | LoadAdapter | DropAdapter | Shutdown
+ToWorker = StepPlan | Addition | Removal | Shutdown
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
@@ -269,6 +306,14 @@ class AdapterLoaded(Message, frozen=True):
     defaults: SamplerDefaults = LEFT_OPEN  # that it brings
 
 
+class WorkflowLoaded(Message, frozen=True):
+    """A LoadWorkflow is over on this rank."""
+
+    rank: int
+    request_id: str
+    failure: Failure | None = None  # why its classes cannot be used; None: they can
+
+
 class WorkerFailed(Message, frozen=True):
     """The worker could not start or cannot continue; it exits after this message."""
 
@@ -278,6 +323,9 @@ class WorkerFailed(Message, frozen=True):
     culprit: str | ModelKey | None = None  # None: nobody knows
 
 
+AdditionDone = AdapterLoaded | WorkflowLoaded
+"""A rank's answer to an Addition."""
+
 FromWorker = (
-    WorkerReady | BatchResult | TransferDone | PageCopied | ModelLoaded | ModelFailed | AdapterLoaded | WorkerFailed
+    WorkerReady | BatchResult | TransferDone | PageCopied | ModelLoaded | ModelFailed | AdditionDone | WorkerFailed
 )

@@ -149,6 +149,12 @@ class Fleet:
             self.held_seconds[engine] += sent.load.step_seconds
             self._line_up(engine, sent.load, now)
 
+    def forget_classes(self, names: Iterable[str]) -> None:
+        """Forget what engines have reported of users' classes that no request runs any more."""
+        for name in names:
+            self.costs.forget(name)
+            self._models.drop(Weights(name, "class"))
+
     def lose(self, engine: int) -> None:
         """Mark an engine as dead: it is no candidate any more and its state is cleared."""
         self._lost.add(engine)

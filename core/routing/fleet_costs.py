@@ -132,6 +132,10 @@ class FleetCosts:
         self._copies = copies.get("host") or copies.get("disk") or self._copies
         self._sizes.clear()
 
+    def forget(self, name: str) -> None:
+        """Forget the coefficients of a model or a class."""
+        self._columns.pop(name, None)
+
     def _costs_of(self, size: Size) -> SizeCosts:
         model, image_tokens, beside, encodings, entry_bytes = size
         weights = _size_weights(image_tokens, beside)

@@ -114,6 +114,13 @@ class ModelMap:
         self._asked[engine].clear()
         self._until[engine] = self._reported_until[engine] = 0.0
 
+    def drop(self, weights: Weights) -> None:
+        """Forget weights that no request needs any more."""
+        self._places.pop(weights, None)
+        for engine in range(self._num_engines):
+            self._reported[engine].pop(weights, None)
+            self._asked[engine].discard(weights)
+
     def _take(self, engine: int, load: ModelLoad, now: float) -> None:
         weights = Weights(load.name, load.kind)
         places = self._places.get(weights)

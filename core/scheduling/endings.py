@@ -9,14 +9,22 @@ import msgspec
 
 from core.failure import NEVER_BEGUN, Failure
 from core.handles import TensorKey
-from core.messages.engine import Aborted, AdapterAdded, Failed, Finished, PartialImage, TemplatePrimed
+from core.messages.engine import (
+    Aborted,
+    AdapterAdded,
+    Failed,
+    Finished,
+    PartialImage,
+    TemplatePrimed,
+    WorkflowAdded,
+)
 from core.messages.worker import Free
 from core.scheduling.node_cache import CacheOutcome, NodeCache
 from core.scheduling.requests.live_requests import LiveRequests
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.values.values import ValueTable
 
-Output = PartialImage | Finished | TemplatePrimed | AdapterAdded | Failed | Aborted
+Output = PartialImage | Finished | TemplatePrimed | AdapterAdded | WorkflowAdded | Failed | Aborted
 """Messages of an engine for clients."""
 
 

@@ -37,6 +37,16 @@ class ModelLoads:
 
     def order(self, now: float) -> tuple[Load, ...]:
         """What ranks are to load and drop now."""
+        return (*self._drop_retired(), *self._order(now))
+
+    def _drop_retired(self) -> list[Load]:
+        """Orders to drop what nobody names any more."""
+        drops = [Load((rank,), (), keys) for rank, keys in self.residency.take_retired()]
+        for each in drops:
+            self.residency.note_sent(each.ranks, (), each.drop)
+        return drops
+
+    def _order(self, now: float) -> tuple[Load, ...]:
         if self.residency.is_complete:
             return ()
         demand = ModelDemand(self.residency, self.requests, self.cache)

@@ -18,7 +18,7 @@ from core.cache.activation_cache import ActivationCache
 from core.config import CacheConfig, SchedulerConfig
 from core.costs.cost_model import CostKey, CostModel
 from core.costs.load_report import EngineStats, LoadReport
-from core.errors import InvalidRequestError
+from core.errors import InvalidRequestError, RunError
 from core.failure import Failure
 from core.graph.catalog import WORKFLOWS, with_registered
 from core.graph.check import check_workflow
@@ -38,7 +38,7 @@ from core.scheduling.policies import make_policy
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.ranks.in_flight import Busy, Flight, InFlight
 from core.scheduling.ranks.ranks import Ranks
-from core.scheduling.ranks.residency import Residency, Started
+from core.scheduling.ranks.residency import Residency, Started, keys_of
 from core.scheduling.ranks.step_limit import StepLimit
 from core.scheduling.recovery.checkpoints import Checkpoints
 from core.scheduling.recovery.recovery import Recovery, Resumed
@@ -83,7 +83,7 @@ class StepScheduler:
         self.cost = cost or CostModel()
         self._policy = policy or make_policy(config.policy)
         most_ranks = min(num_workers, config.max_degree)
-        self._bindings = Bindings(self.models, classes)
+        self._bindings = Bindings(self.models, classes, self.workflows.values())
         set_size = config.degree if self._policy.spreads_models else num_workers
         declared = [LoadedComponent(each.key, each.nbytes) for each in sorted(classes, key=lambda each: each.nbytes)]
         loading = [*sizes, *declared], config.model_bytes, self.cost.predict_load
@@ -136,6 +136,49 @@ class StepScheduler:
         self._predictor.learn(samples)
         self._loads.residency.join_all(loaded)
         self.ranks.note_ports(ports or {})
+
+    # ------------------------------------------------------------------------------------------------- workflows
+
+    def add_workflow(self, workflow: Workflow, classes: Iterable[RunClass]) -> None:
+        """Take requests of one more workflow of users' classes, which was checked. Its name is its content's alone: one
+        that is here already is this one. classes: that it names.
+        """
+        known = tuple(classes)
+        self.workflows[workflow.name] = workflow
+        self._bindings.add(workflow.name, known)
+        self._loads.residency.note_named(LoadedComponent(each.key, each.nbytes) for each in known)
+
+    def drop_workflow(self, name: str) -> None:
+        """Forget a workflow that no request has, nor will, and have ranks drop those of its classes that no other one
+        names.
+        """
+        if self.workflows.pop(name, None) is not None:
+            gone = self._bindings.drop(name)
+            self._predictor.forget(gone)
+            self._loads.residency.retire(gone)
+
+    def try_workflow(self, name: str) -> None:
+        """Have ranks load a workflow's classes although no request waits for them, see `trial_of`; where bytes are
+        limited, they are not: others might be dropped for them."""
+        if (needs := self._needs_of(name)) is not None and not self._loads.residency.budget:
+            self._loads.residency.note_wanted(needs)
+
+    def trial_of(self, name: str, now: float) -> Failure | bool:
+        """Why a workflow's classes cannot be loaded, or else whether they are, or need not be tried any more."""
+        needs, residency = self._needs_of(name), self._loads.residency
+        if needs is None or residency.budget or not (missing := residency.missing(needs)):
+            return True
+        if (refusal := residency.refusal_of_loads(needs, now)) is not None:
+            why = f"Invalid workflow: a class cannot be loaded: {refusal.failure.message}."
+            return Failure("invalid_request", why, code="invalid_workflow")
+        if residency.has_failed(keys_of(missing)):
+            return Failure.of(RunError("a worker ended while it loaded the workflow's classes"))
+        return False
+
+    def _needs_of(self, name: str) -> Needs | None:
+        """What a workflow of users' classes alone computes with; None: it was dropped."""
+        workflow = self.workflows.get(name)
+        return None if workflow is None else self._bindings.of("", workflow).needs
 
     # ------------------------------------------------------------------------------------------------- requests
 

@@ -23,6 +23,7 @@ from core.ipc.limits import check_limits
 from core.lora import Lora
 from core.model_choice import ModelChoice, choose_model
 from core.model_info import ModelInfo
+from core.run_class import RunClass
 from core.validation import shorten
 from engine.client.admission.not_ready import not_ready
 from engine.client.edit_types import EditInput, ImageOutput
@@ -37,6 +38,7 @@ from engine.client.sessions.edit_session import EditSession
 from engine.client.sessions.run_session import RunSession
 from engine.client.sessions.running_sessions import RunningSessions
 from engine.client.sessions.runtime_adapters import RuntimeAdapters
+from engine.client.sessions.runtime_workflows import RuntimeWorkflows
 from engine.client.sessions.template_session import TemplateSession
 from engine.client.sessions.upload_place import UploadPlace
 from engine.client.templates.result_templates import ResultTemplates
@@ -57,6 +59,7 @@ class AsyncEngine:
     services: Services  # set by `start`, and those below with it
     _results: ResultTemplates
     _adapters: RuntimeAdapters
+    _workflows: RuntimeWorkflows
 
     def __init__(self, config: StencilConfig, metrics: Metrics | None = None) -> None:
         """Raises WorkflowError for a registered workflow that cannot run."""
@@ -78,7 +81,8 @@ class AsyncEngine:
         check_limits(self.config.arena_bytes, self.config.engine.cache.host_bytes)
         await asyncio.to_thread(check_page_folder, self.config.engine.cache)
         services = Services.create(self.config, self.metrics, self._served, self._sessions, self.templates)
-        self.services, self._results, self._adapters = services, ResultTemplates(services), RuntimeAdapters(services)
+        self.services, self._results, changing = services, ResultTemplates(services), asyncio.Lock()
+        self._adapters, self._workflows = RuntimeAdapters(services, changing), RuntimeWorkflows(services, changing)
         self.metrics.watch_queue(lambda: self.num_requests_running, lambda: self.num_requests_waiting)
         self.metrics.watch_image_processors(services.images, lambda: services.admission.drain_seconds)
         try:
@@ -167,8 +171,7 @@ class AsyncEngine:
             yield session.outputs()
 
     async def run(self, request_id: str, asked: RunInput) -> dict[str, RunValue]:
-        """Run a workflow of users' classes that was registered at the start; its results, by name. Cancelling it aborts
-        it.
+        """Run a registered workflow of users' classes; its results, by name. Cancelling it aborts it.
 
         Raises InvalidRequestError and its subclasses, naming the input; OverloadedError, DeadlineExceededError,
         EngineError and its subclasses, of which RunError names the node that has failed.
@@ -310,6 +313,20 @@ class AsyncEngine:
         self._check_open()
         self._adapters.unload(name)
 
+    # ---------------------------------------------------------------------------------- workflows
+
+    async def register_workflows(self, workflows: Sequence[Workflow], classes: Sequence[RunClass]) -> None:
+        """See `RuntimeWorkflows.register`. Raises OverloadedError, too: while no worker is up, and when the server
+        shuts down.
+        """
+        self.check_ready()
+        await self._workflows.register(workflows, classes)
+
+    def remove_workflow(self, name: str) -> None:
+        """See `RuntimeWorkflows.remove`."""
+        self._check_open()
+        self._workflows.remove(name)
+
     # ---------------------------------------------------------------------------------- state
 
     @property
@@ -319,7 +336,7 @@ class AsyncEngine:
 
     @property
     def workflows(self) -> dict[str, Workflow]:
-        """Registered workflows of users' classes alone, by name."""
+        """Registered workflows of users' classes alone, by title."""
         return self._served.run_workflows
 
     def workflow_of(self, model: ModelInfo) -> Workflow | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import NoReturn, Protocol
 
@@ -24,28 +24,35 @@ from core.messages.engine import (
     EngineFailed,
     EngineOutputs,
     EngineRequest,
+    Failed,
     FromEngine,
     PrimeTemplate,
     ToEngine,
+    WorkflowAdded,
 )
 from core.messages.worker import (
     AdapterLoaded,
+    Addition,
     BatchResult,
     DropAdapter,
+    DropWorkflow,
     FromWorker,
     LoadAdapter,
+    LoadWorkflow,
     ModelFailed,
     ModelLoaded,
     PageCopied,
+    Removal,
     StepPlan,
     TransferDone,
     WorkerFailed,
     WorkerReady,
+    WorkflowLoaded,
 )
 from core.restarts import Restarts
 from core.scheduling.endings import Output
 from core.scheduling.scheduler import StepScheduler
-from engine.engine_core.rank_adapters import RankAdapters
+from engine.engine_core.rank_additions import Answer, RankAdditions
 from engine.engine_core.watchdog import Watchdog
 from engine.observability.engine_trace import EngineTrace
 from engine.observability.tracing import NoTracer
@@ -64,7 +71,7 @@ class PlanSink(Protocol):
     """Sends plans to the workers; implemented by `model_executor.executor.Executor`."""
 
     def submit(self, plan: StepPlan) -> None: ...
-    def tell(self, rank: int, message: LoadAdapter | DropAdapter) -> None: ...
+    def tell(self, rank: int, message: Addition | Removal) -> None: ...
     def kill(self, rank: int) -> None: ...
     def restart(self, rank: int, wait_seconds: float) -> None: ...
 
@@ -97,12 +104,13 @@ class EngineCore:
         self._executor = executor
         self._emit = emit
         self._trace = trace or EngineTrace(NoTracer())
-        self._adapters = RankAdapters(
+        self._additions = RankAdditions(
             scheduler.num_workers,
             executor.tell,
             [(info.parent, info.patch) for info in scheduler.models.values() if info.parent],
         )
-        self._answers: list[Output] = []  # of adapters that were loaded
+        self._answers: list[Output] = []  # of what ranks were to take in use
+        self._tried: list[WorkflowAdded] = []  # answers that wait until the classes are loaded
         self._watchdog = Watchdog(hang_seconds, self._on_hang)
         self._restarts = [Restarts() for _ in range(scheduler.num_workers)]  # by rank
         self._unwatched: set[int] = set()  # ranks that have answered, or were sent something, since the last look
@@ -124,6 +132,7 @@ class EngineCore:
             while not (self._is_draining and self._scheduler.num_requests == 0):
                 await self._drain_mailbox()
                 self._step()
+                self._note_trials()
                 self._report()
                 self._tell()
         finally:
@@ -215,11 +224,17 @@ class EngineCore:
             case DropTemplate():
                 self._scheduler.drop_template(message)
             case LoadAdapter():
-                self._adapters.load(message)
+                self._additions.load(message)
+            case LoadWorkflow():  # its requests may come before the ranks have answered: they load its classes first
+                self._scheduler.add_workflow(message.workflow, message.classes)
+                self._additions.load(message)
             case DropAdapter():
-                self._adapters.drop(message)
-            case AdapterLoaded():
-                self._answers += filter(None, [self._adapters.note(message)])
+                self._additions.drop(message)
+            case DropWorkflow():
+                self._scheduler.drop_workflow(message.name)
+                self._additions.drop(message)
+            case AdapterLoaded() | WorkflowLoaded():
+                self._note_additions([self._additions.note(message)])
             case Abort():
                 self._scheduler.abort(message.request_ids)
             case Drain():
@@ -240,6 +255,26 @@ class EngineCore:
             case WorkerReady():
                 self._join(message)
 
+    def _note_additions(self, answers: Iterable[Answer | None]) -> None:
+        """Note answers to what ranks were to take in use. Classes are loaded before any request may name them, so that
+        a workflow of those that cannot be replaces no other one."""
+        for answer in answers:
+            if isinstance(answer, WorkflowAdded):
+                self._scheduler.try_workflow(answer.name)
+                self._tried.append(answer)
+            elif answer is not None:
+                self._answers.append(answer)
+
+    def _note_trials(self) -> None:
+        """Answer those whose classes are loaded, or cannot be."""
+        for added in list(self._tried):
+            outcome = self._scheduler.trial_of(added.name, time.monotonic())
+            if outcome is False:
+                continue
+            answer: Answer = added if outcome is True else Failed(added.request_id, outcome)
+            self._tried.remove(added)
+            self._answers.append(answer)
+
     def _lose(self, message: WorkerFailed) -> None:
         """Restart a dead worker, while the others go on; or give up if no other lives and it keeps dying."""
         rank, failure, restarts = message.rank, message.failure, self._restarts[message.rank]
@@ -253,7 +288,7 @@ class EngineCore:
             logger.error("worker %d failed: %s\n%s", rank, failure.message, failure.detail, extra=of_request(""))
         if rank in self._scheduler.ranks.up:  # else its restart has failed
             self._scheduler.lose_rank(rank, failure, now, is_fast=is_fast, culprit=message.culprit)
-            self._answers += self._adapters.lose(rank)
+            self._note_additions(self._additions.lose(rank, failure.message))
             self._trace.lost(rank)
         seconds = 0.0 if is_solved else restarts.next_wait()
         text = "worker %d is restarted in %.0f s, restart %d in a row: %s"
@@ -273,7 +308,7 @@ class EngineCore:
             self._fail(WorkerFailed(rank=message.rank, failure=Failure("config", why)))
         logger.info("worker %d serves again", message.rank, extra=of_request(""))
         self._restarts[message.rank].note_up(time.monotonic())
-        self._adapters.join(message.rank)
+        self._additions.join(message.rank)
         self._scheduler.join_rank(message.rank, message.components, message.port)
         self._is_report_due = True
 

@@ -43,8 +43,9 @@ from core.messages.engine import (
     PrimeTemplate,
     TemplatePrimed,
     ToEngine,
+    WorkflowAdded,
 )
-from core.messages.worker import DropAdapter, LoadAdapter
+from core.messages.worker import Addition, Removal
 from core.model_info import ModelInfo
 from engine.engine_core.engine_process import EngineProcessConfig
 from engine.engine_core.watchdog import SilenceWatch
@@ -57,7 +58,7 @@ STOP_SECONDS = 5.0
 LAST_WORDS_SECONDS = 0.1
 """How long the socket is read after the engine's exit, for its last messages."""
 
-RequestOutput = PartialImage | Finished | TemplatePrimed | AdapterAdded | Failed | Aborted
+RequestOutput = PartialImage | Finished | TemplatePrimed | AdapterAdded | WorkflowAdded | Failed | Aborted
 Waiter = Callable[[RequestOutput], None]
 """Called in the event loop with every output of one request; must not block or raise."""
 
@@ -206,7 +207,7 @@ class EngineClient:
 
     # ---------------------------------------------------------------------------------- messages
 
-    def submit(self, request: EngineRequest | PrimeTemplate | LoadAdapter, waiter: Waiter) -> None:
+    def submit(self, request: EngineRequest | PrimeTemplate | Addition, waiter: Waiter) -> None:
         """Send a request; `waiter` is called with every output, the last one terminal. Raises EngineDeadError;
         MessageError for a request that cannot be encoded, which is not registered then.
         """
@@ -216,8 +217,8 @@ class EngineClient:
         self._waiters[request.request_id] = waiter
         self._send_bytes(payload)
 
-    def drop(self, what: DropTemplate | DropAdapter) -> None:
-        """Have the engine drop a template's pages on every tier, or an adapter."""
+    def drop(self, what: DropTemplate | Removal) -> None:
+        """Have the engine drop a template's pages on every tier, or what it has taken in use while it serves."""
         if self.error is None:
             self._send(what)
 

@@ -21,7 +21,7 @@ from core.errors import ConfigError, EngineDeadError, StencilError
 from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
 from core.messages.engine import DropTemplate, EngineRequest, PrimeTemplate
-from core.messages.worker import DropAdapter, LoadAdapter
+from core.messages.worker import Addition, Removal
 from core.model_info import ModelInfo
 from core.restarts import MAX_RESTARTS, Restarts, restart_limit
 from engine.router.engine_client import EngineClient, Waiter
@@ -196,7 +196,7 @@ class EngineReplica:
 
     # ---------------------------------------------------------------------------------- messages
 
-    def submit(self, request: EngineRequest | PrimeTemplate | LoadAdapter, waiter: Waiter) -> None:
+    def submit(self, request: EngineRequest | PrimeTemplate | Addition, waiter: Waiter) -> None:
         """Send a request; `waiter` is called with every output, the last one terminal. Raises as EngineClient's."""
         self._client.submit(request, waiter)
 
@@ -204,10 +204,10 @@ class EngineReplica:
         """Abort requests; the terminal output of each still follows."""
         self._client.abort(request_ids)
 
-    def drop_adapter(self, adapter: DropAdapter) -> None:
-        """Have the engine drop an adapter; one that is down has lost it."""
+    def remove(self, removal: Removal) -> None:
+        """Have the engine drop what it has taken in use while it serves; one that is down has lost it."""
         if self._client.is_ready:
-            self._client.drop(adapter)
+            self._client.drop(removal)
 
     def drop(self, template: DropTemplate) -> None:
         """Have the engine drop a template's pages on every tier, when it is ready if it is down: files survive it."""

@@ -26,6 +26,7 @@ from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
 from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, Finished, PartialImage, PrimeTemplate
 from core.messages.specs import RunSpec
+from core.messages.worker import DropWorkflow, LoadWorkflow
 from core.model_info import ModelInfo
 from core.routing.admission import Outlook
 from core.routing.fleet import Fleet
@@ -33,7 +34,7 @@ from core.routing.policies import make_policy, outlook, work_seconds
 from core.routing.request_shape import RequestShape
 from core.scheduling.reports.reporter import MAX_RECENT_STEPS
 from engine.observability.metrics import Metrics
-from engine.router.adapter_loads import AdapterLoads
+from engine.router.additions import Additions
 from engine.router.engine_client import RequestOutput, Waiter
 from engine.router.engine_replica import EngineReplica, ReplicaState
 
@@ -70,7 +71,7 @@ class Router:
         self.stats: list[EngineStats | None] = [None] * size
         self.recent_steps = tuple(deque[StepSample](maxlen=MAX_RECENT_STEPS) for _ in range(size))
         self._replicas = [EngineReplica(config.engine.of_engine(rank), arena, self) for rank in range(size)]
-        self.adapters = AdapterLoads(self._replicas)
+        self.additions = Additions(self._replicas)
         self._models: dict[str, ModelInfo] = {}
         self._names = [model.name for model in config.engine.models]
         served = [replica.model_names for replica in self._replicas]
@@ -272,6 +273,18 @@ class Router:
             if template.model in replica.model_names:
                 replica.drop(template)
 
+    async def add_workflow(self, load: LoadWorkflow) -> None:
+        """Have all engines take a workflow in use, see `Additions.load_workflow`, whose errors it raises."""
+        await self.additions.load_workflow(load)
+        self._workflows[load.workflow.name] = load.workflow
+
+    def drop_workflow(self, name: str) -> None:
+        """Forget a workflow that no request has any more, and have all engines free what its classes have."""
+        self.additions.remove(DropWorkflow(name))
+        if (gone := self._workflows.pop(name, None)) is not None:
+            named = frozenset[str]().union(*(workflow.class_names for workflow in self._workflows.values()))
+            self._fleet.forget_classes(gone.class_names - named)
+
     def abort(self, request_ids: Iterable[str]) -> None:
         """Abort requests. The terminal output of each still follows, at once if no engine has the request."""
         by_engine: dict[int, list[str]] = {}
@@ -368,8 +381,8 @@ class Router:
     # ---------------------------------------------------------------------------------- callbacks of the replicas
 
     def on_up(self, rank: int) -> None:
-        """Send it the requests that wait for an engine, after the adapters that they may use."""
-        self.adapters.restore(self._replicas[rank])
+        """Send it the requests that wait for an engine, after the adapters and workflows that they may use."""
+        self.additions.restore(self._replicas[rank])
         self._fleet.restore(rank)
         self._place_waiting()
 

@@ -62,6 +62,7 @@ from entrypoints.openai.schema import (
     TEMPLATE_ANSWERS,
     TEMPLATE_BODY,
 )
+from entrypoints.openai.workflow_routes import workflow_router
 from entrypoints.playground.pages import playground_router
 from entrypoints.run_until import run_until
 
@@ -86,6 +87,7 @@ class ServerSettings:
     rate_limit: int = 0  # requests per minute and caller; 0: no limit
     allowed_origins: tuple[str, ...] = ()  # of web pages that may use the API, besides the server's own; "*": any
     runtime_lora: bool = False  # whether callers may load adapters from files of this machine
+    admin_keys: tuple[str, ...] = field(default=(), repr=False)  # that register workflows; empty: nobody may
     playground: bool = False  # whether to serve its pages
     allowed_hosts: tuple[str, ...] = ()  # in `Host` headers, besides loopback; empty: any
 
@@ -107,6 +109,8 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | N
     _add_template_routes(app, engine, settings, places)
     _add_model_routes(app, engine)
     app.include_router(adapter_router(engine, is_allowed=settings.runtime_lora))
+    app.state.admin_keys = KeyRing(settings.admin_keys)
+    app.include_router(workflow_router(engine, app.state.admin_keys))
     _add_operator_routes(app, engine, owners)
     if settings.playground:
         app.include_router(playground_router())
@@ -199,6 +203,8 @@ def _most_controls(engine: AsyncEngine) -> int:
 def _answer(engine: AsyncEngine, request: Request, operation: Operation, submission: Submission) -> Response:
     try:
         if submission.own is not None and submission.own.is_alone:
+            if submission.own.workflow not in engine.workflows:  # it was deleted while the body came
+                raise ModelNotFoundError(submission.own.workflow)
             return RunResponse(engine, build_run_call(submission, submission.own, _owner(request)), submission)
         choice = engine.choose_model(submission.model, submission.loras)
         if operation == "image_mask":

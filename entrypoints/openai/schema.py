@@ -179,3 +179,18 @@ DELETED_ANSWERS: dict[int | str, dict[str, Any]] = {
     },
     **_FAILURES,
 }
+WORKFLOW_BODY = _body({"text/x-python": {"schema": _TEXT | {"description": "A file of workflows."}}})
+WORKFLOW_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The names that are served now.",
+        "content": {"application/json": {"schema": {"type": "object"}}},
+    },
+    **_FAILURES,
+}
+DELETED_WORKFLOW_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The workflow is served no more.",
+        "content": {"application/json": _object({"id": _TEXT, "object": _TEXT, "deleted": {"type": "boolean"}})},
+    },
+    **_FAILURES,
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import re
@@ -9,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +39,9 @@ MAX_AT_ONCE = 4
 
 LINGER_SECONDS = 1.0
 """For the process to end by itself when it has answered, so that its exit tells why there is no answer."""
+
+SENT_FILE = "workflow.py"
+"""What errors call a file of which a client has sent the text."""
 
 _DEFAULT_LIMITS = ImportLimits()
 
@@ -67,10 +72,48 @@ def _read(path: Path, limits: ImportLimits) -> Registered:
         raise WorkflowError(f"{path}: cannot be read: {error}", node="") from error
     if len(source) > MAX_SOURCE:
         raise WorkflowError(f"{path}: has more than {MAX_SOURCE} characters", node="")
+    return _import(path.stem, str(path), source, limits, _Stop())
+
+
+async def read_sent(source: str, limits: ImportLimits = _DEFAULT_LIMITS) -> Registered:
+    """The workflows of the text of a file, which a client has sent, beside the event loop. Raises WorkflowError that
+    names its line, node and input. Cancelling this ends the import.
+    """
+    stop = _Stop()
+    try:
+        return await asyncio.to_thread(_import, "workflow", SENT_FILE, source, limits, stop)
+    finally:
+        stop.ask()
+
+
+class _Stop:
+    """Ends the process of an import from another thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_asked = False
+
+    def ask(self) -> None:
+        """Kill the process, also one that is started later; nothing if it has ended."""
+        with self._lock:
+            self._is_asked = True
+            if self._process is not None:
+                self._process.kill()
+
+    def follow(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self._process = process
+            if self._is_asked:
+                process.kill()
+
+
+def _import(stem: str, file: str, source: str, limits: ImportLimits, stop: _Stop) -> Registered:
+    """The workflows of a text. stem, file: what its module and its errors are called after."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
-    module = f"{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{digest}"
-    order = ImportOrder(module, str(path), source, limits)
-    return registered_of(order, *_ask(order))
+    module = f"{re.sub(r'[^A-Za-z0-9_]', '_', stem)}_{digest}"
+    order = ImportOrder(module, file, source, limits)
+    return registered_of(order, *_ask(order, stop))
 
 
 def registered_of(order: ImportOrder, data: bytes, why: str) -> Registered:
@@ -103,7 +146,7 @@ def _with_text(run_class: RunClass, order: ImportOrder) -> RunClass:
     return msgspec.structs.replace(run_class, source=order.source, file=order.file)
 
 
-def _ask(order: ImportOrder) -> tuple[bytes, str]:
+def _ask(order: ImportOrder, stop: _Stop) -> tuple[bytes, str]:
     """(what the process has answered, why that cannot be read if it cannot)"""
     deadline = time.monotonic() + order.limits.seconds
     with open(os.memfd_create("stencil-import", os.MFD_CLOEXEC), "w+b") as file:
@@ -118,6 +161,7 @@ def _ask(order: ImportOrder) -> tuple[bytes, str]:
             env=_environment(),
             start_new_session=True,
         )
+    stop.follow(process)
     assert process.stdout is not None, "it is a pipe"
     with process.stdout as stdout:
         try:

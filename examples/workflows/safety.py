@@ -1,4 +1,14 @@
-"""A model of one's own that looks at a picture, and blacks it out if it is too red."""
+"""A model of one's own that looks at a picture, and blacks it out if it is too red.
+
+Served by ``--workflow examples/workflows/safety.py``; or, with ``--allow-runtime-workflows --admin-key-file FILE``,
+while the server runs:
+
+    curl localhost:8000/v1/workflows -H "authorization: Bearer $ADMIN_KEY" --data-binary @examples/workflows/safety.py
+    curl localhost:8000/v1/workflows/safety -H "authorization: Bearer $ADMIN_KEY" -X DELETE
+
+The answer comes when every worker has imported it, and its classes are loaded. Workflows that make a model's pictures,
+such as `guarded.py`, are registered at the start alone, since the model's entry of the catalog names them.
+"""
 
 from __future__ import annotations
 

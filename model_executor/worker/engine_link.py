@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from core.ipc.ring import Channel, PeerClosedError
 from core.messages.codec import encode
-from core.messages.worker import AdapterLoaded, FromWorker, ModelFailed, ModelLoaded, PageCopied, WorkerFailed
+from core.messages.worker import AdditionDone, FromWorker, ModelFailed, ModelLoaded, PageCopied, WorkerFailed
 
 
 class EngineLink:
@@ -23,7 +23,7 @@ class EngineLink:
         with self._sending:
             self._channel.send(payload)
 
-    def report(self, message: PageCopied | ModelLoaded | ModelFailed | AdapterLoaded | WorkerFailed) -> None:
+    def report(self, message: PageCopied | ModelLoaded | ModelFailed | AdditionDone | WorkerFailed) -> None:
         """`send` for other threads, which leave it to the main thread to notice that the engine is gone."""
         with suppress(PeerClosedError):
             self.send(message)

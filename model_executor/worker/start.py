@@ -29,6 +29,7 @@ from model_executor.worker.loading.component_loader import ComponentLoader
 from model_executor.worker.loading.loader_thread import LoaderThread
 from model_executor.worker.loading.resident import ResidentModels, set_threads
 from model_executor.worker.loading.weights_room import WeightsRoom
+from model_executor.worker.loading.workflow_loader import WorkflowLoader
 from model_executor.worker.ops.context import WorkerContext
 from model_executor.worker.orders import Orders
 from model_executor.worker.probes.cost_probe import known_or_probed
@@ -51,7 +52,7 @@ def start(
     arena, page_arena, value_arena = arenas
     set_threads(num_threads)
     quiet_libraries()
-    classes = UserClasses(settings.classes)
+    classes = UserClasses(settings.classes, {each.name: each.class_names for each in settings.workflows})
     models = _opened(settings)
     limits = TimeLimits(settings.rank, link.report)
     class_loader = ClassLoader(classes, models.device, limits)
@@ -82,7 +83,8 @@ def start(
     context = WorkerContext(*used, models.controlnets.nets)
     runner = Runner(settings.rank, context, groups)
     link.send(msgspec.structs.replace(ready, port=groups.port if groups else 0))
-    return Worker(settings.rank, link, orders, loader, context, runner, adapters)
+    workflows = WorkflowLoader(settings.rank, classes, class_loader, link.report, thread)
+    return Worker(settings.rank, link, orders, loader, context, runner, adapters, workflows)
 
 
 def _opened(settings: WorkerConfig) -> ResidentModels:

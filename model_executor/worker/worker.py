@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from core.messages.worker import DropAdapter, LoadAdapter, Shutdown, StepPlan, TransferDone
+from core.messages.worker import (
+    DropAdapter,
+    DropWorkflow,
+    LoadAdapter,
+    LoadWorkflow,
+    Shutdown,
+    StepPlan,
+    TransferDone,
+)
 from model_executor.worker.engine_link import EngineLink
 from model_executor.worker.loading.adapter_loader import AdapterLoader
 from model_executor.worker.loading.component_loader import ComponentLoader
+from model_executor.worker.loading.workflow_loader import WorkflowLoader
 from model_executor.worker.ops.context import WorkerContext
 from model_executor.worker.orders import Orders
 from model_executor.worker.runner import Runner
@@ -23,9 +32,10 @@ class Worker:
         context: WorkerContext,
         runner: Runner,
         adapters: AdapterLoader,
+        workflows: WorkflowLoader,
     ) -> None:
         self._rank, self._link, self._orders, self._runner = rank, link, orders, runner
-        self._loader, self._adapters = loader, adapters
+        self._loader, self._adapters, self._workflows = loader, adapters, workflows
         self._store, self._pages, self._exchange = context.store, context.pages, context.exchange
 
     def run(self) -> None:
@@ -40,6 +50,10 @@ class Worker:
                     self._adapters.load(message)
                 case DropAdapter():
                     self._adapters.drop(message)
+                case LoadWorkflow():
+                    self._workflows.load(message)
+                case DropWorkflow():
+                    self._workflows.drop(message)
 
     def close(self) -> None:
         """End the I/O thread; queued copies are dropped, and no load is waited for."""

@@ -33,7 +33,7 @@ from core.messages.engine import (
     FromEngine,
 )
 from core.messages.specs import EditSpec
-from core.messages.worker import DropAdapter, LoadAdapter, StepPlan
+from core.messages.worker import Addition, Removal, StepPlan
 from core.model_info import ModelInfo
 from core.run_class import RunClass
 from core.sampling_params import SamplingParams
@@ -65,7 +65,7 @@ class Recorder:
         self.plans.append(plan)
         self._executor.submit(plan)
 
-    def tell(self, rank: int, message: LoadAdapter | DropAdapter) -> None:
+    def tell(self, rank: int, message: Addition | Removal) -> None:
         self._executor.tell(rank, message)
 
     def kill(self, rank: int) -> None:

@@ -306,6 +306,12 @@ def test_a_class_that_fails_fails_its_request_alone_and_tells_nothing(
     assert client.images.generate(model="length", prompt="four").values == {"length": 4}
 
 
+def test_none_is_registered_without_the_flags_for_it(raw: httpx.Client) -> None:
+    """Also from this machine, with a key of the API."""
+    for answer in (raw.post("/workflows", content="text"), raw.delete("/workflows/inspect")):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "runtime_workflows_off")
+
+
 def test_nothing_that_is_sent_is_an_error_of_the_server(raw: httpx.Client) -> None:
     """Random fields and files of random kinds: each is answered or refused."""
     rng = random.Random(5)

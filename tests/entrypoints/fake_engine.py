@@ -13,12 +13,13 @@ import msgspec
 
 from core.config import StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
-from core.errors import AdapterNotFoundError, OverloadedError
+from core.errors import AdapterNotFoundError, ModelNotFoundError, OverloadedError
 from core.graph.workflow import Workflow
 from core.lora import Lora
 from core.model_choice import ModelChoice, choose_model
 from core.model_info import ModelInfo
 from core.patches import PatchSet
+from core.run_class import RunClass
 from engine.client.admission.not_ready import not_ready
 from engine.client.edit_types import EditInput, EditReport, ImageOutput
 from engine.client.sessions.running_sessions import RunningSessions
@@ -153,6 +154,14 @@ class FakeEngine:
         )
         self.templates.add(template)
         return template
+
+    async def register_workflows(self, workflows: Sequence[Workflow], classes: Sequence[RunClass]) -> None:
+        assert {name for workflow in workflows for name in workflow.class_names} <= {each.name for each in classes}
+        self.workflows |= {workflow.title: workflow for workflow in workflows}
+
+    def remove_workflow(self, name: str) -> None:
+        if self.workflows.pop(name, None) is None:
+            raise ModelNotFoundError(name)
 
     async def load_adapter(self, name: str, path: str, model: str = "") -> ModelInfo:
         info = msgspec.structs.replace(choose_model(self.models, model).model, name=name, parent=MODEL.name)

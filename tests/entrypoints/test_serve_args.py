@@ -239,6 +239,19 @@ def test_workflow_flags_register_what_their_files_have(tmp_path: Path) -> None:
         with_workflows(parse_options(flags[:2]))
 
 
+def test_admin_keys_are_read_from_their_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "admin.keys"
+    file.write_text("# ours\nadmin-1\nadmin-2\n")
+    file.chmod(0o600)
+    options = parse_options(["--allow-runtime-workflows", "--admin-key-file", str(file)])
+    assert (options.runtime_workflows, options.admin_keys, options.api_keys) == (True, ("admin-1", "admin-2"), ())
+    assert "admin-2" not in repr(options)
+    file.chmod(0o644)
+    with pytest.raises(SystemExit):
+        parse_options(["--admin-key-file", str(file)])
+    assert "chmod 600" in capsys.readouterr().err
+
+
 def test_a_scheduling_policy_is_checked_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     path = "benchmarks.baselines.clockwork:Clockwork"
     assert parse_options(["--scheduling-policy", path]).config.engine.scheduler.policy == path

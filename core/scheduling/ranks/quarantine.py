@@ -92,6 +92,12 @@ class Quarantine:
         self._loads.pop(key, None)
         self._loads_at.pop((place, key), None)
 
+    def forget(self, key: ModelKey) -> None:
+        """Forget the failed loads of a component that nobody names any more."""
+        self._loads.pop(key, None)
+        for place in [place for place in self._loads_at if place[1] == key]:
+            del self._loads_at[place]
+
     def note_death_in_load(
         self, place: int, key: ModelKey, suspects: Suspects, failure: Failure, now: float
     ) -> Refusal | None:

@@ -69,6 +69,7 @@ class Residency:
         self._on_demand: dict[ModelKeys, None] = {}  # of no model's own needs: what requests have asked for
         self._copies: Counter[ModelKey] = Counter()  # component -> live ranks that have it or are loading it
         self._full: set[RankIds] = set()  # see `note_full`
+        self._retired: set[ModelKey] = set()  # see `retire`
         # Computed when asked for, until it changes.
         self._is_complete: bool | None = None
         self._sets: tuple[RankIds, ...] | None = None
@@ -174,6 +175,43 @@ class Residency:
                 self._on_demand[keys] = None
                 self._full.clear()
                 self._note_change()
+
+    def note_named(self, named: Iterable[LoadedComponent]) -> None:
+        """Note components that requests may need from now on, with their predicted bytes, 0: unknown."""
+        for each in named:
+            self._retired.discard(each.key)
+            self._sizes.setdefault(each.key, each.nbytes)
+        self._note_change()
+
+    def retire(self, gone: Set[ModelKey]) -> None:
+        """Note classes that no request needs, nor will. See `take_retired`."""
+        self._retired |= gone
+        for keys in [keys for keys in (*self._on_demand, *self._homes) if not gone.isdisjoint(keys.keys)]:
+            self._on_demand.pop(keys, None)
+            self._homes.pop(keys, None)
+        for key in gone:
+            self._users.pop(key, None)
+        self._note_change()
+
+    def take_retired(self) -> list[tuple[int, tuple[ModelKey, ...]]]:
+        """(rank, its components that are to be dropped at once, because they are retired). What a rank is loading is
+        dropped when it has answered. Retired ones that no rank has are forgotten.
+        """
+        if not self._retired:
+            return []
+        up = [rank for ranks in self.sets for rank in ranks]
+        for key in self._retired.difference(*map(self._on, up)):
+            self._forget(key)
+        mine = [(rank, self._components_on(rank).keys() & self._retired - self._awaited[rank].keys()) for rank in up]
+        return [(rank, tuple(sorted(drop, key=lambda key: key.content))) for rank, drop in mine if drop]
+
+    def _forget(self, key: ModelKey) -> None:
+        self._retired.discard(key)
+        self.quarantine.forget(key)
+        for known in (self._sizes, self._uses, self._copies, self._users):
+            known.pop(key, None)
+        for place in [place for place in self._since if place[1] == key]:
+            del self._since[place]
 
     def note_use(self, used: ModelKeys) -> None:
         """Note that a batch uses these components."""

@@ -33,6 +33,7 @@ class LoadTimes:
 
     def __init__(self, bindings: Bindings, residency: Residency) -> None:
         self._residency = residency
+        self._bindings = bindings
         self._weights = tuple(_weights(bindings, residency))
         self._told: dict[tuple[str, WeightsKind], ModelLoad] = {}  # (name, kind) -> as last reported
         self.seconds = 0.0  # until what requests lack is loaded, as last predicted
@@ -46,9 +47,11 @@ class LoadTimes:
             return None, ()
         self._seen = residency.version, lacking
         forecast, states = _LoadForecast(residency, lacking), residency.states()
+        classes = {name: (self._bindings.keys(name, RUN_CLASS),) for name in self._bindings.classes}
+        self._told = {key: load for key, load in self._told.items() if key[1] != "class" or key[0] in classes}
         found = (
             ModelLoad(name, kind, *forecast.of(own, states[name] if kind == "model" else "unloaded"))
-            for name, kind, own in self._weights
+            for name, kind, own in (*self._weights, *((name, "class", own) for name, own in classes.items()))
         )
         changed = tuple(load for load in found if not self._is_told(load))
         self._told |= {(load.name, load.kind): load for load in changed}
@@ -63,14 +66,12 @@ class LoadTimes:
 
 
 def _weights(bindings: Bindings, residency: Residency) -> Iterator[tuple[str, WeightsKind, Needs]]:
-    """(name, kind, what they consist of), of all classes, and all models but adapters."""
+    """(name, kind, what they consist of), of all models but adapters, and their segmenters."""
     for name, info in bindings.models.items():
         if not info.parent:
             yield name, "model", residency.needs_of(name)
             if info.segmenter:
                 yield name, "segmenter", (bindings.keys(name, "segmenter"),)
-    for name in bindings.classes:
-        yield name, "class", (bindings.keys(name, RUN_CLASS),)
 
 
 class _LoadForecast:

@@ -5,7 +5,7 @@ It translates requests into the keys and sizes of work that the cost model knows
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 from core.costs.cost_model import CostKey, CostModel, extra_seconds
@@ -15,6 +15,7 @@ from core.costs.step_profiles import useful_degree
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
+from core.handles import ModelKey
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
 from core.scheduling.requests.bindings import CONTROLNET, Bindings, ControlNets, ModelKeys
@@ -74,6 +75,13 @@ class Predictor:
             found += [Player(name) for name, each in self._bindings.classes.items() if (each.key,) == key.components]
             self._players_of[key] = found
         return found
+
+    def forget(self, gone: Set[ModelKey]) -> None:
+        """Forget what was known of classes that nobody names any more."""
+        self._keys = {key: found for key, found in self._keys.items() if gone.isdisjoint(key[0].keys)}
+        self._seconds = {key: found for key, found in self._seconds.items() if gone.isdisjoint(key[0].keys)}
+        self._players_of.clear()
+        self.cost.forget(gone)
 
     def op_seconds(self, keys: ModelKeys, op: Op, work: Work, degree: int = 1) -> float:
         """Seconds of running an op once over this much work, on this many ranks together."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from core.class_users import ClassUsers
 from core.graph.workflow import Node, Workflow, op_of, role_of
 from core.handles import ModelKey
 from core.model_info import ModelInfo
@@ -52,15 +53,38 @@ class Binding:
 class Bindings:
     """One per scheduler. A role that a served model binds to no other model is played by its own components."""
 
-    def __init__(self, models: Mapping[str, ModelInfo], classes: Iterable[RunClass] = ()) -> None:
+    def __init__(
+        self, models: Mapping[str, ModelInfo], classes: Iterable[RunClass] = (), workflows: Iterable[Workflow] = ()
+    ) -> None:
         """models: name -> info; those that play roles are among them. classes: of users, which play the roles that are
-        named as they are.
+        named as they are. workflows: that name them.
         """
         self.models = models
-        self.classes = {each.name: each for each in classes}
+        self._users = ClassUsers(classes, {each.name: each.class_names for each in workflows})
         self._keys: dict[tuple[str, str], ModelKeys] = {}  # (model, kind of component) -> its keys
         self._distinct: dict[tuple[str, str, tuple[ModelKey, ...], float], ModelKeys] = {}
         self._bindings: dict[tuple[str, str, ControlNets], Binding] = {}  # (model, workflow, nets) -> its binding
+
+    @property
+    def classes(self) -> Mapping[str, RunClass]:
+        """Name -> class, of those that workflows name now."""
+        return self._users.by_name
+
+    def add(self, workflow: str, classes: Iterable[RunClass]) -> None:
+        """Note a further workflow, with all classes that it names."""
+        self._users.add(workflow, classes)
+
+    def drop(self, workflow: str) -> set[ModelKey]:
+        """Forget a workflow that no request has; the classes that nobody names any more."""
+        for known in [each for each in self._bindings if each[1] == workflow]:
+            del self._bindings[known]
+        unnamed = self._users.drop(workflow)
+        for each in unnamed:
+            self._keys.pop((each.name, RUN_CLASS), None)
+        gone = {each.key for each in unnamed} - {each.key for each in self.classes.values()}
+        for facts in [facts for facts in self._distinct if not gone.isdisjoint(facts[2])]:
+            del self._distinct[facts]
+        return gone
 
     def of(self, model: str, workflow: Workflow, controlnets: ControlNets = ()) -> Binding:
         """The binding of a served model for a workflow; "": of none, if classes play all roles. controlnets: names of

@@ -5,6 +5,7 @@ from __future__ import annotations
 from core.config import CacheConfig, EngineConfig
 from core.errors import WorkflowError
 from core.graph.catalog import with_registered
+from core.graph.workflow import Workflow
 from core.model_choice import ModelChoice
 from core.model_info import ModelInfo
 
@@ -13,15 +14,15 @@ class ServedModels:
     """Empty, with the command line's limits, until every engine is ready.
 
     by_name: name -> info, adapters included. engine: the engines' configuration. workflows: name -> workflow, of those
-    that engines run; they never change. run_workflows: of these, what `AsyncEngine.run` takes: those that users have
-    registered, of their classes alone.
+    that engines run for models; they never change. run_workflows: title -> workflow, of those that `AsyncEngine.run`
+    takes: those that users have registered, of their classes alone.
     """
 
     def __init__(self, engine: EngineConfig) -> None:
         """Raises WorkflowError for a registered workflow that cannot run, or that has the name of a model."""
         self.by_name: dict[str, ModelInfo] = {}
         self.workflows = with_registered(engine.workflows, {each.name for each in engine.classes})
-        self.run_workflows = {each.name: each for each in engine.workflows if not each.is_for_pictures}
+        self.run_workflows = {each.title: each for each in engine.workflows if not each.is_for_pictures}
         self.engine = engine
         for name in (name for model in engine.models for name in (model.name, *(each.name for each in model.adapters))):
             if name in self.run_workflows:
@@ -44,6 +45,23 @@ class ServedModels:
     def remove(self, name: str) -> None:
         """Serve an adapter no more."""
         self.by_name = {other: info for other, info in self.by_name.items() if other != name}
+
+    def is_taken(self, name: str) -> bool:
+        """Whether a model, an adapter, or a workflow for pictures has this name."""
+        workflow = self.workflows.get(name)
+        return name in self.by_name or (workflow is not None and workflow.is_for_pictures)
+
+    def add_workflow(self, workflow: Workflow) -> Workflow | None:
+        """Serve a workflow of classes alone under its title; the one that had the title before."""
+        former = self.run_workflows.get(workflow.title)
+        self.run_workflows = self.run_workflows | {workflow.title: workflow}
+        return former
+
+    def remove_workflow(self, title: str) -> Workflow | None:
+        """Serve a workflow of classes alone no more; None: there is none of this title."""
+        former = self.run_workflows.get(title)
+        self.run_workflows = {other: each for other, each in self.run_workflows.items() if other != title}
+        return former
 
     def set(self, models: dict[str, ModelInfo], engine: EngineConfig) -> None:
         """Set what the engines reported; called once, when all are ready."""

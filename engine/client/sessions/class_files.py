@@ -71,7 +71,7 @@ class ClassFiles:
     def _form(self, name: str, kind: FormKind) -> Form:
         port = port_of(self._workflow.own_inputs, name)
         if port is None or port.form is None or port.form.kind != kind:
-            message = f"Invalid '{name}': workflow {self._workflow.name} takes no {kind} of this name."
+            message = f"Invalid '{name}': workflow {self._workflow.title} takes no {kind} of this name."
             raise InvalidRequestError(message, param=name)
         return port.form
 

@@ -39,7 +39,7 @@ class ClassValues:
         port = port_of(self._workflow.own_inputs, name)
         if port is None or port.form is None:
             known = ", ".join(each.name for each in self._workflow.own_inputs) or "none"
-            what = f"workflow {self._workflow.name} has no such input; there are {known}"
+            what = f"workflow {self._workflow.title} has no such input; there are {known}"
             raise InvalidRequestError(f"Invalid '{name}': {what}.", param=name)
         return port.form
 

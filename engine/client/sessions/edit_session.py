@@ -15,7 +15,15 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from core.errors import AdapterNotFiniteError, DeadlineExceededError, EngineDeadError, OverloadedError, StencilError
-from core.messages.engine import Aborted, AdapterAdded, Failed, Finished, PartialImage, TemplatePrimed
+from core.messages.engine import (
+    Aborted,
+    AdapterAdded,
+    Failed,
+    Finished,
+    PartialImage,
+    TemplatePrimed,
+    WorkflowAdded,
+)
 from core.model_choice import ModelChoice
 from core.routing.request_shape import RequestShape
 from engine.client.admission.admission_ticket import AdmissionTicket
@@ -163,7 +171,7 @@ class EditSession(Session):
                 raise self._displaced(self.displaced_for)
             case Aborted():
                 raise shut_down()
-            case TemplatePrimed() | AdapterAdded():
+            case TemplatePrimed() | AdapterAdded() | WorkflowAdded():
                 raise AssertionError(f"{output.request_id} is an edit, and was answered as a template")
 
     # ---------------------------------------------------------------------------------- failures

@@ -44,6 +44,7 @@ class RunSession(Session):
         self._id = request_id
         self._asked = asked
         self._workflow = workflow
+        self.workflow = workflow.name
         self._memory = SessionMemory(services)
         self._caller = Caller(request_id, asked.owner, asked.priority, self.arrival)
         self._values = ClassValues(workflow, self._memory)

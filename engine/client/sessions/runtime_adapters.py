@@ -8,6 +8,7 @@ import msgspec
 
 from core.errors import AdapterNotFoundError, InvalidRequestError, ModelNotFoundError
 from core.lora import MAX_NAME_CHARACTERS
+from core.messages.worker import DropAdapter
 from core.model_choice import choose_model
 from core.model_info import ModelInfo
 from core.validation import check_filled, check_length, check_matches
@@ -22,9 +23,10 @@ MAX_ADAPTERS = 1024
 class RuntimeAdapters:
     """A name is served once every engine has its adapter, and an adapter kept until no name and no request has it."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, changing: asyncio.Lock) -> None:
+        """changing: held while names or what engines have are changed, of workflows, too."""
         self._services = services
-        self._changing = asyncio.Lock()  # what engines have is changed by one at a time
+        self._changing = changing
 
     async def load(self, name: str, path: str, model: str = "") -> ModelInfo:
         """Load an adapter for a model ("" = the first) and serve it under this name. path: of a file or folder on this
@@ -62,7 +64,7 @@ class RuntimeAdapters:
         if len(self._names) >= MAX_ADAPTERS:
             message = f"Invalid 'lora_name': {MAX_ADAPTERS} adapters are served already; unload another one first."
             raise InvalidRequestError(message, param="lora_name", code="too_many_adapters")
-        added = await self._services.router.adapters.load(model.name, name, path, self._named(model.name))
+        added = await self._services.router.additions.load_adapter(model.name, name, path, self._named(model.name))
         own = {"patch": added.patch, "defaults": added.defaults}
         info = msgspec.structs.replace(model, name=name, parent=model.name, **own)
         served.add(info)
@@ -78,7 +80,7 @@ class RuntimeAdapters:
         await self._services.sessions.wait_while_any(uses_it)
         async with self._changing:
             if adapter.patch not in self._named(adapter.parent) and not any(map(uses_it, self._services.sessions)):
-                self._services.router.adapters.drop(adapter.parent, adapter.patch)
+                self._services.router.additions.remove(DropAdapter(adapter.parent, adapter.patch))
 
     def _named(self, model: str) -> set[str]:
         """The patches of a model that have a name."""

@@ -104,6 +104,16 @@ class AdapterLoadingOffError(StencilError):
         )
 
 
+class WorkflowsOffError(StencilError):
+    """The operator does not let anybody register workflows."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "This server registers no workflows on request, since that runs code in its workers. Start it with "
+            "--allow-runtime-workflows and --admin-key-file, or give it the files with --workflow."
+        )
+
+
 class RateLimitError(StencilError):
     """The caller exceeded its rate limit; its next request is accepted in `retry_after` seconds."""
 
@@ -141,6 +151,7 @@ _TABLE: tuple[tuple[type[BaseException], int, str | None, str | None], ...] = (
     (ForeignOriginError, 403, INVALID_REQUEST, "foreign_origin"),
     (HostNotAllowedError, 403, INVALID_REQUEST, "host_not_allowed"),
     (AdapterLoadingOffError, 403, INVALID_REQUEST, "adapter_loading_off"),
+    (WorkflowsOffError, 403, INVALID_REQUEST, "runtime_workflows_off"),
     (RateLimitError, 429, "requests", "rate_limit_exceeded"),
     (RequestTooLargeError, 413, INVALID_REQUEST, None),
     (UnsupportedContentTypeError, 415, INVALID_REQUEST, None),

@@ -12,7 +12,7 @@ from entrypoints.openai.fields.own_fields import FIELD_KINDS, OwnFields
 
 def workflow_object(workflow: Workflow, created: int) -> dict[str, Any]:
     """The entry of a workflow that requests may name in a model's place. created: Unix seconds."""
-    head = {"id": workflow.name, "object": "model", "created": created, "owned_by": "stencil", "modality": "workflow"}
+    head = {"id": workflow.title, "object": "model", "created": created, "owned_by": "stencil", "modality": "workflow"}
     return head | own_ports(workflow)
 
 

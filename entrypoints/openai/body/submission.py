@@ -152,6 +152,17 @@ async def read_json(request: Request, fields: Mapping[str, Field]) -> Submission
     return submission
 
 
+async def read_text(request: Request, limit: int) -> str:
+    """Read a body of text in UTF-8 of at most `limit` bytes, whatever type it says it has: curl says that it is a form.
+    Raises as `read_edit`.
+    """
+    body = b"".join([chunk async for chunk in _body(request, limit)])
+    try:
+        return body.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"The body is not UTF-8 text: {error.reason} at byte {error.start}.") from error
+
+
 def _media_type(content_type: str) -> str:
     return content_type.partition(";")[0].strip().lower()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from core.errors import InvalidRequestError
+from core.errors import InvalidRequestError, WorkflowError
 from core.graph.form import Form
 from core.graph.op import Port
 from core.graph.workflow import Workflow
@@ -70,7 +70,7 @@ class OwnFields:
         is_alone = not workflow.is_for_pictures
         ports = tuple(port for port in workflow.own_inputs if is_alone or port.name != "prompt")
         counters = frozenset(region.rounds for region in workflow.regions if isinstance(region.rounds, str))
-        return cls(workflow.name, ports, is_alone, counters)
+        return cls(workflow.title, ports, is_alone, counters)
 
     @cached_property
     def fields(self) -> dict[str, Field]:
@@ -125,6 +125,14 @@ class OwnFieldsByModel:
 
 NOTHING_OWN = OwnFieldsByModel({})
 """Where there are no workflows of users."""
+
+
+def check_inputs(workflows: Iterable[Workflow]) -> None:
+    """Raises WorkflowError for an input that requests cannot give, as its name means something else in them."""
+    for workflow in workflows:
+        name, problem = unfit_name(workflow)
+        if problem:
+            raise WorkflowError(f"workflow {workflow.title}, input {name}: {problem}", node="", input=name)
 
 
 def unfit_name(workflow: Workflow) -> tuple[str, str]:

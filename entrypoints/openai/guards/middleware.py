@@ -73,15 +73,21 @@ def answer(scope: MutableMapping[str, Any], error: BaseException) -> Response:
     return reply.response()
 
 
+ADMIN_PATH = "/v1/workflows"
+"""Where keys of administrators are asked for instead, by the routes themselves."""
+
+
 class ApiKeyGuard:
-    """Answers 401 to requests to /v1/* without ``authorization: Bearer <key>`` with one of the ring's keys."""
+    """Answers 401 to requests to /v1/* without ``authorization: Bearer <key>`` with one of the ring's keys, but for
+    those to ADMIN_PATH and below it.
+    """
 
     def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
+        if scope["type"] == "http" and scope["path"].startswith("/v1/") and not _is_for_admins(scope["path"]):
             owner = self._keys.owner_of(bearer_key(scope))
             if owner is None:
                 error = InvalidApiKeyError("Missing or incorrect API key. Send it as 'Authorization: Bearer <key>'.")
@@ -89,6 +95,10 @@ class ApiKeyGuard:
                 return
             scope[OWNER] = owner
         await self._app(scope, receive, send)
+
+
+def _is_for_admins(path: str) -> bool:
+    return path == ADMIN_PATH or path.startswith(f"{ADMIN_PATH}/")
 
 
 def bearer_key(scope: Scope) -> bytes:

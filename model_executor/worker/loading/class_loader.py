@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -28,15 +29,29 @@ class ClassLoader:
         self._classes, self._device, self._limits = classes, device, limits
         self._types = {each.key: _imported(each) for each in classes.configs.values()}
 
-    def __contains__(self, key: ModelKey) -> bool:
-        return key in self._types
+    def add(self, config: RunClass) -> None:
+        """Import one more class. Raises as the constructor."""
+        with self._limits.of_import(config):
+            self._types[config.key] = _imported(config)
+
+    def forget(self, gone: Iterable[RunClass]) -> None:
+        """Forget classes that nobody names any more, and the texts that they alone are in."""
+        kept, kept_modules = set[ModelKey](), set[str]()
+        for each in list(self._classes.configs.values()):
+            kept.add(each.key)
+            kept_modules.add(each.module)
+        for config in gone:
+            if config.key not in kept:
+                self._types.pop(config.key, None)
+            if config.source and config.module not in kept_modules:
+                sys.modules.pop(config.module, None)
 
     def load(self, key: ModelKey) -> LoadedComponent:
         """Load a class, unless it is loaded. Raises ConfigError that names it, whatever it raises, but for a lack of
         memory."""
         if (known := self._classes.find(key)) is not None:
             return known
-        alike = [each for each in self._classes.configs.values() if each.key == key]
+        alike = [each for each in list(self._classes.configs.values()) if each.key == key]
         config = max(alike, key=lambda each: each.load_seconds)
         try:
             with self._limits.of_load(config):

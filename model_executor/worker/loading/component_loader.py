@@ -21,6 +21,7 @@ from core.failure import Failure
 from core.handles import LoadedComponent, ModelKey
 from core.ipc.logs import of_request
 from core.messages.worker import ModelFailed, ModelLoaded
+from core.run_class import RUN_CLASS
 from model_executor.device_failures import is_out_of_memory
 from model_executor.weights.taking import TakenWeights
 from model_executor.worker.loading.class_loader import ClassLoader
@@ -75,7 +76,7 @@ class ComponentLoader:
         self._thread.put(lambda: self._unload(key))
 
     def _is_class(self, key: ModelKey) -> bool:
-        return self._classes is not None and key in self._classes
+        return key.component == RUN_CLASS
 
     def _can_be_taken(self, key: ModelKey) -> bool:
         """Whether the keeper can load it: not what is quantised on a GPU, layer by layer while it is loaded."""
@@ -100,7 +101,7 @@ class ComponentLoader:
         self._report(ModelLoaded(self._rank, loaded, time.monotonic() - started))
 
     def _loaded(self, key: ModelKey) -> LoadedComponent:
-        if self._classes is not None and key in self._classes:
+        if self._classes is not None and self._is_class(key):
             return self._classes.load(key)  # how much it takes is known only then
         if (known := self._models.find(key)) is not None:
             return known
@@ -111,7 +112,7 @@ class ComponentLoader:
         return loaded
 
     def _unload(self, key: ModelKey) -> None:
-        if self._classes is not None and key in self._classes:
+        if self._classes is not None and self._is_class(key):
             self._classes.unload(key)
         elif self._models.find(key) is None:
             return  # its load has failed

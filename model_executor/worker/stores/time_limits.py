@@ -15,6 +15,9 @@ from core.failure import Failure
 from core.messages.worker import Item, WorkerFailed
 from core.run_class import RunClass
 
+IMPORT_SECONDS = 60.0
+"""Most that the import of a class may take while the worker serves."""
+
 
 class TimeLimits:
     """One per worker. report: called in a thread."""
@@ -32,6 +35,11 @@ class TimeLimits:
         took = f"loading took longer than its {config.load_seconds:g} s"
         error = ConfigError(f"{config.name} ({config.path}): {took}")
         return self._limited(config.load_seconds, WorkerFailed(self._rank, Failure.of(error), config.key))
+
+    def of_import(self, config: RunClass) -> AbstractContextManager[None]:
+        """Run a block that imports a class while the worker serves."""
+        error = ConfigError(f"{config.name} ({config.path}): importing took longer than {IMPORT_SECONDS:g} s")
+        return self._limited(IMPORT_SECONDS, WorkerFailed(self._rank, Failure.of(error), config.key))
 
     @contextmanager
     def _limited(self, seconds: float, failed: WorkerFailed) -> Iterator[None]:

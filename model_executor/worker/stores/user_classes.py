@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
+from core.class_users import ClassUsers
 from core.handles import LoadedComponent, ModelKey
 from core.run_class import RunClass
 from core.validation import shorten
@@ -23,12 +25,27 @@ class UserClass(Protocol):
 
 
 class UserClasses:
-    """One per worker. Classes of one path and dtype share their object."""
+    """One per worker. Classes of one path and dtype share their object. Changed in the loader's thread alone."""
 
-    def __init__(self, configs: Iterable[RunClass] = ()) -> None:
-        """configs: of all classes, loaded or not."""
-        self.configs = {each.name: each for each in configs}
+    def __init__(
+        self, configs: Iterable[RunClass] = (), users: Mapping[str, Collection[str]] = MappingProxyType({})
+    ) -> None:
+        """configs: of all classes, loaded or not. users: see ClassUsers."""
+        self._users = ClassUsers(configs, users)
         self._loaded: dict[ModelKey, tuple[UserClass, LoadedComponent]] = {}
+
+    @property
+    def configs(self) -> Mapping[str, RunClass]:
+        """Name -> class, loaded or not."""
+        return self._users.by_name
+
+    def add(self, workflow: str, configs: Iterable[RunClass]) -> None:
+        """Note a further workflow, with all classes that it names."""
+        self._users.add(workflow, configs)
+
+    def forget(self, workflow: str) -> list[RunClass]:
+        """Forget a workflow, and the classes that no other one names, which are returned."""
+        return self._users.drop(workflow)
 
     def of(self, name: str) -> UserClass:
         """The object of a class that is loaded. Raises KeyError for another."""

@@ -65,6 +65,23 @@ def test_the_engine_that_has_a_runs_class_is_preferred() -> None:
         fleet.sent(1, shape, now)
 
 
+def test_a_class_that_no_request_runs_any_more_is_forgotten() -> None:
+    """Also what was sent there for it; engines that have it again say so."""
+    shape = RequestShape.of_run(run_request("r", DIAMOND), DIAMOND)
+    lacks, has = (
+        ModelLoad("mixer", "class", state, seconds) for state, seconds in (("unloaded", 2.0), ("loaded", 0.0))
+    )
+    fleet = fleet_of(report(lacks), report(has))
+    fleet.sent(0, shape, 0.0)
+    fleet.forget_classes({"mixer"})
+    assert fleet.load_wait(shape, 0.0) is None
+    fleet.observe(0, report(lacks), 1.0)
+    fleet.observe(1, report(has), 1.0)
+    wait = fleet.load_wait(shape, 1.0)
+    assert wait is not None
+    assert list(wait.is_first) == [False, False], "the request that was sent there asks for it"
+
+
 @pytest.mark.parametrize(("queue_seconds", "engine"), [(1.5, 1), (2.5, 0)])
 def test_unless_its_queue_is_longer_than_loading_elsewhere_takes(queue_seconds: float, engine: int) -> None:
     """One slot, so that the request waits for the one before."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import pytest
 from fakes import MODEL, FakeWorkers, make_edit
+from run_workflows import CLASSES, DIAMOND
 
 from core import restarts
 from core.config import SchedulerConfig
@@ -28,15 +30,23 @@ from core.messages.engine import (
     Finished,
     FromEngine,
     ToEngine,
+    WorkflowAdded,
 )
 from core.messages.worker import (
     AdapterLoaded,
+    Addition,
     DropAdapter,
+    DropWorkflow,
     FromWorker,
     LoadAdapter,
+    LoadWorkflow,
+    ModelFailed,
+    ModelLoaded,
+    Removal,
     StepPlan,
     WorkerFailed,
     WorkerReady,
+    WorkflowLoaded,
 )
 from core.scheduling.scheduler import StepScheduler
 from engine.engine_core import engine_core
@@ -52,7 +62,7 @@ class Loopback:
         self.core: EngineCore | None = None
         self.workers = FakeWorkers()
         self.killed: list[int] = []
-        self.told: list[tuple[int, LoadAdapter | DropAdapter]] = []
+        self.told: list[tuple[int, Addition | Removal]] = []
         self.restarted: list[tuple[int, float]] = []  # (rank, seconds to wait before)
         self.is_hung = False
 
@@ -60,10 +70,12 @@ class Loopback:
         self.workers.submit(plan)
         asyncio.get_running_loop().call_soon(self._run)
 
-    def tell(self, rank: int, message: LoadAdapter | DropAdapter) -> None:
+    def tell(self, rank: int, message: Addition | Removal) -> None:
         self.told.append((rank, message))
         if isinstance(message, LoadAdapter):
             self.say(AdapterLoaded(rank, message.request_id, f"of {message.path}"))
+        if isinstance(message, LoadWorkflow):
+            self.say(WorkflowLoaded(rank, message.request_id))
 
     def kill(self, rank: int) -> None:
         self.killed.append(rank)
@@ -118,6 +130,37 @@ async def test_an_adapter_is_loaded_beside_requests(core: EngineCore, said: list
     core.mailbox.put_nowait(Drain())
     await running
     assert AdapterAdded("load", "of hat.safetensors") in outputs(said)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_workflow_is_answered_when_its_classes_are_loaded_or_cannot_be(
+    said: list[FromEngine], *, fails: bool
+) -> None:
+    executor = Loopback()
+    core = executor.core = EngineCore(StepScheduler(SchedulerConfig(), {"m": MODEL}), executor, said.append)
+    running = asyncio.create_task(core.run())
+    core.mailbox.put_nowait(LoadWorkflow("load", replace(DIAMOND, name="diamond@1"), CLASSES[:1]))
+    async with asyncio.timeout(5):
+        while not any(key.component == "class" for _, key in executor.workers.loading):
+            for loaded in executor.workers.finish_loads():
+                executor.say(loaded)
+            await asyncio.sleep(0)
+        assert not outputs(said)
+        ((rank, key),) = executor.workers.loading
+        why = Failure("config", "it will not")
+        executor.say(ModelFailed(rank, key, why) if fails else ModelLoaded(rank, LoadedComponent(key, 8), 0.01))
+        while not outputs(said):
+            await asyncio.sleep(0)
+    (answer,) = outputs(said)
+    if fails:
+        assert isinstance(answer, Failed)
+        assert "it will not" in answer.failure.message
+    else:
+        assert answer == WorkflowAdded("load", "diamond@1")
+    core.mailbox.put_nowait(DropWorkflow("diamond@1"))
+    core.mailbox.put_nowait(Drain())
+    await running
+    assert executor.told[-1] == (0, DropWorkflow("diamond@1"))
 
 
 async def test_it_serves_then_drains(core: EngineCore, said: list[FromEngine]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections import Counter
@@ -19,7 +20,7 @@ from core.errors import WorkflowError
 from entrypoints.workflows.import_limits import MAX_DESCRIPTORS, ImportLimits
 from entrypoints.workflows.import_messages import ImportAnswer, ImportOrder
 from entrypoints.workflows.importer import import_text
-from entrypoints.workflows.workflow_files import MAX_ANSWER, read_workflows, registered_of
+from entrypoints.workflows.workflow_files import MAX_ANSWER, read_sent, read_workflows, registered_of
 
 TIGHT = ImportLimits(seconds=20.0, cpu_seconds=1, memory_bytes=300 * 1024 * 1024)
 
@@ -202,3 +203,34 @@ def test_what_the_page_shows_is_a_workflow(tmp_path: Path) -> None:
 def test_an_error_of_the_graph_names_the_file(tmp_path: Path) -> None:
     said = refused(tmp_path, SOUND.replace('workflow.add_input("x", int)', '"words"'))
     assert "node twice, input x: its literal: it is a str" in said
+
+
+async def test_a_text_is_imported_beside_the_event_loop(tmp_path: Path) -> None:
+    """As a file is, but for its name in errors."""
+    turns = 0
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.001)
+            turns += 1
+
+    other = asyncio.create_task(take_turns())
+    registered = await read_sent(SOUND.replace("NAME", "sent"))
+    assert [workflow.name for workflow in registered.workflows] == ["sent"]
+    assert [each.file for each in registered.classes] == ["workflow.py"]
+    assert turns > 10
+    with pytest.raises(WorkflowError, match=r"^workflow\.py, line 2: ZeroDivisionError"):
+        await read_sent("import os\n1 / 0")
+    other.cancel()
+
+
+async def test_an_import_ends_with_its_caller() -> None:
+    importing = asyncio.create_task(read_sent("import time; time.sleep(100)"))
+    await asyncio.sleep(0.3)
+    importing.cancel()
+    started = time.monotonic()
+    with pytest.raises(asyncio.CancelledError):
+        await importing
+    await asyncio.get_running_loop().shutdown_default_executor()  # waits for its thread, as a server's end does
+    assert time.monotonic() - started < 5

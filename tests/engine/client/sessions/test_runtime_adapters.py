@@ -15,6 +15,7 @@ from core.config import EngineConfig
 from core.errors import AdapterNotFoundError, InvalidRequestError, ModelNotFoundError, OverloadedError
 from core.lora import Lora
 from core.messages.engine import AdapterAdded
+from core.messages.worker import DropAdapter
 from core.model_choice import ModelChoice, choose_model
 from core.patches import Patch
 from core.sampler_defaults import SamplerDefaults
@@ -35,7 +36,7 @@ class Engines:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def load(self, model: str, name: str, path: str, keep: Collection[str]) -> AdapterAdded:
+    async def load_adapter(self, model: str, name: str, path: str, keep: Collection[str]) -> AdapterAdded:
         await self.gate.wait()
         self.keep = set(keep)
         if path == "bad":
@@ -43,8 +44,8 @@ class Engines:
         self.resident = [*(patch for patch in self.resident if patch != path), path]
         return AdapterAdded("load", path, SamplerDefaults(num_inference_steps=4))
 
-    def drop(self, model: str, patch: str) -> None:
-        self.resident.remove(patch)
+    def remove(self, adapter: DropAdapter) -> None:
+        self.resident.remove(adapter.patch)
 
 
 class Request(Session):
@@ -63,9 +64,9 @@ class Server:
         self.served, self.sessions, self.engines = ServedModels(config), RunningSessions(), Engines()
         self.served.set({"m": MODEL}, config)
         self.metrics = Metrics()
-        router = SimpleNamespace(adapters=self.engines)
+        router = SimpleNamespace(additions=self.engines)
         services = SimpleNamespace(served=self.served, sessions=self.sessions, router=router, metrics=self.metrics)
-        self.adapters = RuntimeAdapters(services)  # type: ignore[arg-type]
+        self.adapters = RuntimeAdapters(services, asyncio.Lock())  # type: ignore[arg-type]
 
     def begin(self, *names: str) -> Request:
         choice = choose_model(self.served.by_name, "", [Lora(name) for name in names])

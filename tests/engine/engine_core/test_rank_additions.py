@@ -1,25 +1,37 @@
-"""Loading adapters on the ranks of one engine: answered once, when all have answered, and kept by all or by none."""
+"""What ranks of one engine take in use as it serves: answered once, when all have answered; kept by all or by none."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from run_workflows import CLASSES, DIAMOND
 
 from core.failure import Failure
-from core.messages.engine import AdapterAdded, Failed
-from core.messages.worker import AdapterLoaded, DropAdapter, LoadAdapter
+from core.messages.engine import AdapterAdded, Failed, WorkflowAdded
+from core.messages.worker import (
+    AdapterLoaded,
+    Addition,
+    DropAdapter,
+    DropWorkflow,
+    LoadAdapter,
+    LoadWorkflow,
+    Removal,
+    WorkflowLoaded,
+)
 from core.sampler_defaults import SamplerDefaults
-from engine.engine_core.rank_adapters import RankAdapters
+from engine.engine_core.rank_additions import RankAdditions
 
-Told = list[tuple[int, LoadAdapter | DropAdapter]]
+Told = list[tuple[int, Addition | Removal]]
 BAD = Failure("invalid_request", "no such file", param="lora_path")
 LOAD = LoadAdapter("load", "m", "hat", "hat.safetensors")
 
 
-def make(num_ranks: int, *configured: tuple[str, str]) -> tuple[RankAdapters, Told]:
+def make(num_ranks: int, *configured: tuple[str, str]) -> tuple[RankAdditions, Told]:
     told: Told = []
-    return RankAdapters(num_ranks, lambda rank, message: told.append((rank, message)), configured), told
+    return RankAdditions(num_ranks, lambda rank, message: told.append((rank, message)), configured), told
 
 
 @given(st.lists(st.sampled_from(["p", "q", ""]), min_size=1, max_size=4), st.data())
@@ -68,7 +80,7 @@ def test_a_rank_that_dies_fails_what_it_was_loading_and_is_asked_no_more() -> No
     adapters, told = make(2)
     adapters.load(LOAD)
     assert adapters.note(AdapterLoaded(0, "load", "p")) is None
-    (failed,) = adapters.lose(1)
+    (failed,) = adapters.lose(1, "it died")
     assert isinstance(failed, Failed)
     assert failed.failure.kind == "engine_dead"
     assert told[2:] == [(0, DropAdapter("m", "p"))]
@@ -81,7 +93,7 @@ def test_a_rank_that_dies_fails_what_it_was_loading_and_is_asked_no_more() -> No
 def test_no_rank_is_up_to_load_an_adapter() -> None:
     """The first one that joins loads it: other engines may have it by then, and requests with it come here too."""
     adapters, told = make(1)
-    assert adapters.lose(0) == []
+    assert adapters.lose(0, "it died") == []
     adapters.load(LOAD)
     assert not told
     adapters.join(0)
@@ -97,7 +109,7 @@ def test_a_rank_that_joins_loads_what_the_others_have() -> None:
         for rank in range(2):
             adapters.note(AdapterLoaded(rank, str(number), patch))
     adapters.drop(DropAdapter("m", "p"))
-    adapters.lose(1)
+    adapters.lose(1, "it died")
     adapters.load(LOAD)
     told.clear()
     adapters.join(1)
@@ -111,7 +123,39 @@ def test_a_rank_that_joins_and_cannot_read_a_file_again_is_reported(caplog: pyte
     adapters, _ = make(1)
     adapters.load(LOAD)
     adapters.note(AdapterLoaded(0, "load", "p"))
-    adapters.lose(0)
+    adapters.lose(0, "it died")
     adapters.join(0)
     assert adapters.note(AdapterLoaded(0, "load", failure=BAD)) is None
     assert "requests with an adapter will fail: no such file" in caplog.text
+
+
+WORKFLOW = LoadWorkflow("load", replace(DIAMOND, name="diamond@1"), CLASSES)
+
+
+def test_a_workflow_is_answered_when_all_ranks_have_its_classes_and_told_to_those_that_join() -> None:
+    additions, told = make(2)
+    additions.load(WORKFLOW)
+    assert additions.note(WorkflowLoaded(1, "load")) is None
+    assert additions.note(WorkflowLoaded(0, "load")) == WorkflowAdded("load", "diamond@1")
+    additions.lose(1, "it died")
+    additions.join(1)
+    assert told == [(0, WORKFLOW), (1, WORKFLOW), (1, WORKFLOW)]
+    assert additions.note(WorkflowLoaded(1, "load", BAD)) is None
+    additions.drop(DropWorkflow("diamond@1"))
+    assert told[3:] == [(0, DropWorkflow("diamond@1")), (1, DropWorkflow("diamond@1"))]
+    additions.lose(0, "it died")
+    additions.join(0)
+    assert len(told) == 5
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_workflow_that_one_rank_cannot_import_is_dropped_by_the_others(dies: bool) -> None:
+    """Also one whose import ends workers: nothing that a text does is the server's fault."""
+    additions, told = make(2)
+    additions.load(WORKFLOW)
+    assert additions.note(WorkflowLoaded(0, "load")) is None
+    (failed,) = additions.lose(1, "exit code 3") if dies else [additions.note(WorkflowLoaded(1, "load", BAD))]
+    assert isinstance(failed, Failed)
+    assert failed.failure.kind == ("run_failed" if dies else "invalid_request")
+    assert {message for _, message in told[2:]} == {DropWorkflow("diamond@1")}
+    assert (0, DropWorkflow("diamond@1")) in told

@@ -1,18 +1,22 @@
-"""Loading adapters on several engines, some of which die or start again meanwhile."""
+"""Adapters and workflows on several engines, some of which die or start again meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
+from run_workflows import CLASSES, DIAMOND
 
-from core.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError
+from core.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError, RunError
 from core.failure import Failure
-from core.messages.engine import AdapterAdded, Failed
-from core.messages.worker import DropAdapter, LoadAdapter
-from engine.router.adapter_loads import AdapterLoads
+from core.messages.engine import AdapterAdded, Failed, WorkflowAdded
+from core.messages.worker import Addition, DropAdapter, DropWorkflow, LoadWorkflow, Removal
+from engine.router.additions import Additions
 from engine.router.engine_client import RequestOutput
 
 BAD = Failure("invalid_request", "Invalid 'lora_path': no such file.", param="lora_path")
@@ -26,11 +30,11 @@ class Engine:
         self, rank: int, answer: str | Failure | None = "p", *, is_alive: bool = True, model: str = "m"
     ) -> None:
         self.rank, self.answer, self.is_alive, self.model_names = rank, answer, is_alive, (model,)
-        self.loads: list[LoadAdapter] = []
-        self.dropped: list[DropAdapter] = []
+        self.loads: list[Any] = []
+        self.dropped: list[Removal] = []
         self._waiters: list[Callable[[RequestOutput], None]] = []
 
-    def submit(self, load: LoadAdapter, waiter: Callable[[RequestOutput], None]) -> None:
+    def submit(self, load: Addition, waiter: Callable[[RequestOutput], None]) -> None:
         if not self.is_alive:
             raise EngineDeadError("it is gone")
         self.loads.append(load)
@@ -42,16 +46,16 @@ class Engine:
         request_id, waiter = self.loads[-1].request_id, self._waiters.pop()
         waiter(Failed(request_id, answer) if isinstance(answer, Failure) else AdapterAdded(request_id, answer))
 
-    def drop_adapter(self, adapter: DropAdapter) -> None:
-        self.dropped.append(adapter)
+    def remove(self, removal: Removal) -> None:
+        self.dropped.append(removal)
 
 
-def make(*engines: Engine) -> AdapterLoads:
-    return AdapterLoads(engines)  # type: ignore[arg-type]
+def make(*engines: Engine) -> Additions:
+    return Additions(engines)  # type: ignore[arg-type]
 
 
-async def load(loads: AdapterLoads, *keep: str) -> str:
-    return (await loads.load("m", "hat", "hat.safetensors", keep)).patch
+async def load(loads: Additions, *keep: str) -> str:
+    return (await loads.load_adapter("m", "hat", "hat.safetensors", keep)).patch
 
 
 async def test_all_engines_load_it_and_those_that_start_again() -> None:
@@ -72,7 +76,7 @@ async def test_engines_without_its_model_are_not_asked() -> None:
     loads = make(*engines)
     assert await load(loads) == "p"
     loads.restore(engines[1])  # type: ignore[arg-type]
-    loads.drop("m", "p")
+    loads.remove(DropAdapter("m", "p"))
     assert [(len(engine.loads), len(engine.dropped)) for engine in engines] == [(1, 1), (0, 0)]
 
 
@@ -125,7 +129,49 @@ async def test_a_dropped_adapter_is_not_loaded_again(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.ERROR):
         loads.restore(engine)  # type: ignore[arg-type]
     assert "requests with adapter hat will fail" in caplog.text
-    loads.drop("m", "p")
+    loads.remove(DropAdapter("m", "p"))
     assert engine.dropped == [DropAdapter("m", "p")]
     loads.restore(engine)  # type: ignore[arg-type]
     assert len(engine.loads) == 2
+
+
+WORKFLOW = LoadWorkflow.of(replace(DIAMOND, name="diamond@1"), CLASSES)
+
+
+class WorkflowEngine(Engine):
+    """Answers loads of workflows."""
+
+    def tell(self, answer: str | Failure) -> None:
+        request_id, waiter = self.loads[-1].request_id, self._waiters.pop()
+        waiter(Failed(request_id, answer) if isinstance(answer, Failure) else WorkflowAdded(request_id, "diamond@1"))
+
+
+async def test_all_engines_take_a_workflow_in_use_whatever_their_models() -> None:
+    engines = [WorkflowEngine(0), WorkflowEngine(1, model="other"), WorkflowEngine(2, is_alive=False)]
+    additions = make(*engines)
+    await additions.load_workflow(WORKFLOW)
+    assert [len(engine.loads) for engine in engines] == [1, 1, 0]
+    engines[2].is_alive = True
+    additions.restore(engines[2])  # type: ignore[arg-type]
+    (again,) = engines[2].loads
+    assert msgspec.structs.replace(again, request_id="") == WORKFLOW
+    additions.remove(DropWorkflow("diamond@1"))
+    assert [engine.dropped for engine in engines] == [[DropWorkflow("diamond@1")]] * 3
+    additions.restore(engines[0])  # type: ignore[arg-type]
+    assert len(engines[0].loads) == 1
+
+
+@pytest.mark.parametrize(
+    ("answers", "raised"),
+    [(("p", BAD), InvalidRequestError), ((DEAD, DEAD), EngineDeadError), ((DEAD, Failure("run_failed", "")), RunError)],
+)
+async def test_a_workflow_that_is_refused_stays_nowhere(
+    answers: tuple[str | Failure, ...], raised: type[Exception]
+) -> None:
+    engines = [WorkflowEngine(rank, answer) for rank, answer in enumerate(answers)]
+    additions = make(*engines)
+    with pytest.raises(raised):
+        await additions.load_workflow(WORKFLOW)
+    assert [engine.dropped for engine in engines] == [[DropWorkflow("diamond@1")]] * 2
+    additions.restore(engines[0])  # type: ignore[arg-type]
+    assert len(engines[0].loads) == 1

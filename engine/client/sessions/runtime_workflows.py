@@ -1,0 +1,143 @@
+"""RuntimeWorkflows: registers workflows of users' classes, and takes them away, while the server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from core.errors import EngineDeadError, InvalidRequestError, ModelNotFoundError, OverloadedError
+from core.failure import LEAST_RETRY_SECONDS
+from core.graph.workflow import Workflow
+from core.messages.codec import encode
+from core.messages.worker import LoadWorkflow
+from core.run_class import RunClass
+from core.validation import check_matches, shorten
+from engine.client.services import Services
+
+MAX_WORKFLOWS = 1024
+"""Names of workflows, those from the start included."""
+
+NAME = r"[\w.-]{1,64}"
+"""Names of workflows: an answer that a hostile file has forged may have any."""
+
+MAX_BYTES = 512 * 1024
+"""Most bytes of the messages for all workflows that engines have taken in use while they serve. A worker that is
+restarted is sent them at once, and half of its ring remains for plans."""
+
+
+class RuntimeWorkflows:
+    """A name is served once every engine that is up has imported and loaded the classes, and a workflow kept until no
+    name and no request has it. Engines know it by its name and a digest of its content, so that they have several of
+    one name while requests run on the former one.
+    """
+
+    def __init__(self, services: Services, changing: asyncio.Lock) -> None:
+        """changing: held while names or what engines have are changed, of adapters, too."""
+        self._services = services
+        self._changing = changing
+        self._loads: dict[str, LoadWorkflow] = {}  # name with digest -> how engines have got it
+        self._first = {each.name: each for each in services.config.engine.classes}  # classes from the start
+
+    async def register(self, workflows: Sequence[Workflow], classes: Iterable[RunClass]) -> None:
+        """Serve these workflows, which were checked, instead of those of the same names. classes: that they name, with
+        their text, all of one file. Raises InvalidRequestError for a name that is taken, a workflow that is none of
+        classes alone, and a class that workers cannot import or load; RunError if that ends them; OverloadedError; then
+        nothing has changed.
+        """
+        known = {each.name: each for each in classes}
+        async with self._services.sessions.until_shutdown(), self._changing:
+            self._check_names([each.name for each in workflows])
+            loads = [self._load_of(each, known) for each in workflows]
+            await self._load([each for each in loads if each.workflow.name not in self._loads])
+            for load in loads:
+                self._serve(load.workflow)
+
+    def remove(self, name: str) -> None:
+        """Serve a workflow no more. Requests that run it end as they began. Raises ModelNotFoundError."""
+        former = self._services.served.remove_workflow(name)
+        if former is None:
+            raise ModelNotFoundError(name)
+        self._services.sessions.run_in_background(self._drop(former.name))
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        """Raises InvalidRequestError."""
+        served = self._services.served
+        for name in names:
+            check_matches("workflow", name, NAME, "1 to 64 letters, digits and _ . -")
+            if served.is_taken(name):
+                message = (
+                    f"Invalid workflow: '{name}' is served already, and is no workflow of classes alone; rename it."
+                )
+                raise InvalidRequestError(message, code="name_taken")
+        if len(served.run_workflows.keys() | {*names}) > MAX_WORKFLOWS:
+            message = f"Invalid workflow: {MAX_WORKFLOWS} workflows are served already; delete another one first."
+            raise InvalidRequestError(message, code="too_many_workflows")
+
+    def _load_of(self, workflow: Workflow, classes: dict[str, RunClass]) -> LoadWorkflow:
+        """How engines get a workflow. Raises InvalidRequestError."""
+        if workflow.is_for_pictures:
+            message = (
+                f"Invalid workflow: '{workflow.name}' makes pictures of a model, whose entry of the catalog names it; "
+                "register it at the start (--workflow)."
+            )
+            raise InvalidRequestError(message, code="invalid_workflow")
+        if lacking := sorted(workflow.class_names - classes.keys()):
+            message = f"Invalid workflow: '{workflow.name}' names a class '{shorten(lacking[0])}' that it has not."
+            raise InvalidRequestError(message, code="invalid_workflow")
+        mine = [classes[name] for name in sorted(workflow.class_names)]
+        load = LoadWorkflow.of(workflow, mine)
+        digest = hashlib.sha256(encode(load)).hexdigest()[:16]
+        return msgspec.structs.replace(load, workflow=replace(workflow, name=f"{workflow.name}@{digest}"))
+
+    async def _load(self, loads: Sequence[LoadWorkflow]) -> None:
+        """Have all engines take these in use, or none. Raises as `register`."""
+        self._check_classes(loads)
+        if sum(len(encode(each)) for each in (*self._loads.values(), *loads)) > MAX_BYTES:
+            message = (
+                f"Invalid workflow: what is registered while the server runs may take {MAX_BYTES} bytes together, "
+                "texts and graphs; delete another one, or shorten this."
+            )
+            raise InvalidRequestError(message, code="too_many_workflows")
+        made = list[str]()
+        try:
+            for load in loads:
+                await self._services.router.add_workflow(load)
+                made.append(load.workflow.name)
+        except BaseException as error:
+            for name in made:
+                self._services.router.drop_workflow(name)
+            if isinstance(error, EngineDeadError):
+                message = "The engines were restarted meanwhile; try again."
+                raise OverloadedError(message, retry_after=LEAST_RETRY_SECONDS) from error
+            raise
+        self._loads |= {load.workflow.name: load for load in loads}
+
+    def _check_classes(self, loads: Iterable[LoadWorkflow]) -> None:
+        """Raises InvalidRequestError for a class that engines have otherwise: its name says only where it is."""
+        known = {name: each.without_text for name, each in self._first.items()}
+        for each in (each for load in (*self._loads.values(), *loads) for each in load.classes):
+            if known.setdefault(each.name, each) != each:
+                message = (
+                    f"Invalid workflow: workers have class '{each.name}' with other attributes (dtype, seconds, "
+                    "load_seconds, nbytes), as its module was; restart the server for the new ones."
+                )
+                raise InvalidRequestError(message, code="invalid_workflow")
+
+    def _serve(self, workflow: Workflow) -> None:
+        former = self._services.served.add_workflow(workflow)
+        if former is not None and former.name != workflow.name:
+            self._services.sessions.run_in_background(self._drop(former.name))
+
+    async def _drop(self, name: str) -> None:
+        """Have engines free a workflow once no request runs it, unless it is served again by then."""
+        sessions = self._services.sessions
+        await sessions.wait_while_any(lambda session: session.workflow == name)
+        async with self._changing:
+            is_served = name in {each.name for each in self._services.served.run_workflows.values()}
+            if not is_served and not any(session.workflow == name for session in sessions):
+                self._services.router.drop_workflow(name)
+                self._loads.pop(name, None)
