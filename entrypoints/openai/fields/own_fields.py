@@ -132,7 +132,7 @@ def check_inputs(workflows: Iterable[Workflow]) -> None:
     for workflow in workflows:
         name, problem = unfit_name(workflow)
         if problem:
-            raise WorkflowError(f"workflow {workflow.title}, input {name}: {problem}", node="", input=name)
+            raise WorkflowError(f"workflow {workflow.title}, input '{name}': {problem}", node="", input=name)
 
 
 def unfit_name(workflow: Workflow) -> tuple[str, str]:
