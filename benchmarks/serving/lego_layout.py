@@ -134,7 +134,9 @@ def _write_base(folder: Path, name: str, base: _Base, scale: Scale) -> None:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             config = base.denoiser.load_config(path / "transformer")
-            base.denoiser.from_config(config | sizes | {"num_layers": LARGE_LAYERS}).save_pretrained(path / "transformer")
+            base.denoiser.from_config(config | sizes | {"num_layers": LARGE_LAYERS}).save_pretrained(
+                path / "transformer"
+            )
             t5_encoder(t5_tokenizer(TEXT_TOKENS), TEXT_WIDTH, scale.text_encoder).save_pretrained(path / base.t5)
     for seed, net in enumerate(NETS):
         base.make_net(folder / f"{name}-{net}", seed=seed, **base.options, **sizes)
