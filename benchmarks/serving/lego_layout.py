@@ -1,7 +1,8 @@
-"""Writes the workflows of LegoDiffusion's evaluation (its table 2) with random weights: Stable Diffusion 3 and 3.5, FLUX
-schnell and dev, each basic, with one and with two ControlNets.
+"""Writes the workflows of LegoDiffusion's evaluation (its table 2), with random weights: Stable Diffusion 3 and 3.5,
+FLUX schnell and dev, each basic, with one and with two ControlNets.
 
-As published, both Stable Diffusions have the same text encoders and VAE, and so have both FLUX.
+As published, both Stable Diffusions have the same text encoders and VAE, and so have both FLUX. A model's text encoders
+are one component.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ basic, controlled = written("basic", False), written("controlled", True)
 """
 
 Part = tuple[str, int]
-"""Digest of a file with weights, and its bytes."""
+"""Digest of a component's files with weights, and their bytes."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ LARGE = Scale(
 @dataclass(frozen=True)
 class Layout:
     """What is served. flags: of the server. workflows: served name -> fields of its requests. distinct_bytes: files of
-    weights, each once. separate_bytes: each once for every workflow that uses it.
+    components, each once. separate_bytes: each once for every workflow that uses it.
     """
 
     flags: Sequence[str]
@@ -131,20 +132,23 @@ def _write_base(folder: Path, name: str, base: _Base, scale: Scale) -> None:
     path = base.make(folder / name, text_tokens=TEXT_TOKENS, native_size=SIDE, **base.options, **more)
     sizes = {**scale.heads, **base.large} if scale.heads else {}
     if sizes:
+        config = base.denoiser.load_config(path / "transformer") | sizes | {"num_layers": LARGE_LAYERS}
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            config = base.denoiser.load_config(path / "transformer")
-            base.denoiser.from_config(config | sizes | {"num_layers": LARGE_LAYERS}).save_pretrained(
-                path / "transformer"
-            )
             t5_encoder(t5_tokenizer(TEXT_TOKENS), TEXT_WIDTH, scale.text_encoder).save_pretrained(path / base.t5)
+            base.denoiser.from_config(config).save_pretrained(path / "transformer")
     for seed, net in enumerate(NETS):
         base.make_net(folder / f"{name}-{net}", seed=seed, **base.options, **sizes)
 
 
 def _parts(folder: Path) -> Iterator[Part]:
-    for file in sorted(folder.rglob("*.safetensors")):
-        yield hashlib.sha256(file.read_bytes()).hexdigest(), file.stat().st_size
+    """The components of a checkpoint: its text encoders, and each other folder with weights."""
+    files = sorted(folder.rglob("*.safetensors"))
+    for is_text in (True, False):
+        mine = [file for file in files if file.parent.name.startswith("text_encoder") is is_text]
+        for group in [mine] if is_text and mine else [[file] for file in mine]:
+            content = hashlib.sha256(b"".join(file.read_bytes() for file in group)).hexdigest()
+            yield content, sum(file.stat().st_size for file in group)
 
 
 def _fields(name: str, number: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Requests of all workflows come at once: their pictures must be those of the same requests alone, and steps that requests
 of several workflows share are counted. What weights take is what all processes take beyond a server whose weights are
-small. It is compared with the files of distinct components, and with those of twelve servers.
+small. It is compared with the files of distinct components, and with those of twelve servers. Nothing else is cached.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.serving.lego_layout import LARGE, SMALL, Layout, write
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command(__doc__, threads=1, steps=8, rounds=4)
+    parser = command(__doc__, threads=1, steps=8, rounds=2)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         small, large = write(Path(folder) / "small", SMALL), write(Path(folder) / "large", LARGE)
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def served(layout: Layout, args: argparse.Namespace) -> tuple[dict[str, Value], int]:
     """(figures of `measure`, bytes of all processes afterwards)"""
-    flags = ["--dtype", "float32", "--threads", str(args.threads), "--no-playground", *layout.flags]
+    flags = ["--dtype", "float32", "--threads", str(args.threads), "--no-playground", "--no-mask-aware", *layout.flags]
     with ready_server(flags) as server:
         return measure(server.url, layout, args.steps, args.rounds), pss_bytes(server.process.pid)
 
