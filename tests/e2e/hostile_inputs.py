@@ -82,14 +82,14 @@ def _form(workflow: Workflow, others: dict[str, Value], wrong: Parts, param: str
 
 
 def _json(workflow: Workflow, others: dict[str, Value], wrong: Any, param: str) -> Malformed:
-    members = {name: _base64(value) if isinstance(value, bytes) else value for name, value in others.items()}
+    members = {name: _url(value) if isinstance(value, bytes) else value for name, value in others.items()}
     return Malformed({"json": {"model": workflow.name, **members, param: wrong}}, param)
 
 
 def _wrong_member(random: Random, workflow: Workflow, param: str) -> Any:
     kind, right = workflow.kinds[param], workflow.right[param]
     if kind == "picture" and random.random() < 0.7:
-        return _base64(_wrong_file(random, right))
+        return _url(_wrong_file(random, right))
     return random.choice((*WRONG_MEMBERS[kind], *WRONG_TEXTS.get(kind, ())))
 
 
@@ -122,5 +122,5 @@ def _part(value: Value) -> tuple[str | None, str | bytes]:
     return ("a.png", value) if isinstance(value, bytes) else (None, str(value).lower())
 
 
-def _base64(file: bytes) -> str:
-    return base64.b64encode(file).decode()
+def _url(file: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(file).decode()}"
