@@ -35,7 +35,21 @@ class Workflow:
 
 
 WRONG_TEXTS: dict[str, tuple[str, ...]] = {
-    "integer": ("2.5", "abc", "0x10", "1e400", "nan", "inf", "--1", "1 2", "9" * 30, "-" + "9" * 30, "\x00", "1;2", "½"),
+    "integer": (
+        "2.5",
+        "abc",
+        "0x10",
+        "1e400",
+        "nan",
+        "inf",
+        "--1",
+        "1 2",
+        "9" * 30,
+        "-" + "9" * 30,
+        "\x00",
+        "1;2",
+        "½",
+    ),
     "number": ("much", "nan", "inf", "-Infinity", "1e999", "1,5", "--1", "0x1p3", "1 2", "\x00", "½"),
     "truth": ("perhaps", "2", "-1", "tru", "nope", "\x00", "1.0", "[true]"),
     "text": ("ü" * 9, "x" * 17, "x" * 5000, "\N{GRINNING FACE}" * 5),
