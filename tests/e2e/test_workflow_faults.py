@@ -74,7 +74,7 @@ async def test_edits_through_a_class_end_with_the_same_bits_when_ranks_die_and_t
             worker.kill()
         assert await asyncio.wait_for(task, 60) == expected[number - 1]
         await until(lambda: engine.is_ready)
-    assert count(engine, "rank_restarts") - before == 3
+    await until(lambda: count(engine, "rank_restarts") - before == 3)  # it is reported within a second
     assert count(engine, "cache_failed_stores") > 0, "the disk was to be full"
 
 
@@ -88,11 +88,8 @@ async def test_a_class_that_raises_fails_its_edit_alone(engine: AsyncEngine) -> 
 
 async def test_a_class_that_ends_ranks_is_refused_and_other_workflows_go_on(engine: AsyncEngine) -> None:
     """The last test: the class is refused for a while."""
-    plain, vector = asked(7), {"vector": np.ones(4, np.float32)}
-    expected = (
-        await edited(engine, "plain", plain),
-        await engine.run("before", RunInput(workflow="diamond", inputs=vector)),
-    )
+    plain, run = asked(7), RunInput(workflow="diamond", inputs={"vector": np.ones(4, np.float32)})
+    expected, summed = await edited(engine, "plain", plain), await engine.run("before", run)
     other = asyncio.create_task(edited(engine, "plain", plain))
     with pytest.raises(EngineDeadError, match="3 workers died while running this request"):
         await edited(engine, "guarded", asked(8, "deadly"))
@@ -100,10 +97,7 @@ async def test_a_class_that_ends_ranks_is_refused_and_other_workflows_go_on(engi
         await edited(engine, "guarded", asked(9, "deadly"))
     with pytest.raises(ModelUnavailableError, match="the model guarded is not run for a while"):
         await edited(engine, "guarded", asked(10))
-    assert await other == await edited(engine, "plain", plain) == expected[0]
-    after = await engine.run("after", RunInput(workflow="diamond", inputs=vector))
-    assert np.array_equal(after["sum"], expected[1]["sum"])
-    (stats,) = engine.stats
-    assert stats is not None
-    assert [each.cause for each in stats.quarantine] == ["deaths"]
+    assert await other == await edited(engine, "plain", plain) == expected
+    assert np.array_equal((await engine.run("after", run))["sum"], summed["sum"])
+    await until(lambda: count(engine, "model_quarantined") == 1)
     assert count(engine, "engine_restarts") == 0
