@@ -95,9 +95,9 @@ async def test_a_class_that_ends_ranks_is_refused_and_other_workflows_go_on(engi
         await edited(engine, "guarded", asked(8, "deadly"))
     with pytest.raises(ModelUnavailableError, match="killed by signal 9"):
         await edited(engine, "guarded", asked(9, "deadly"))
-    with pytest.raises(ModelUnavailableError, match="the model guarded is not run for a while"):
+    with pytest.raises(ModelUnavailableError, match="class guard is not run for a while"):
         await edited(engine, "guarded", asked(10))
     assert await other == await edited(engine, "plain", plain) == expected
     assert np.array_equal((await engine.run("after", run))["sum"], summed["sum"])
-    await until(lambda: count(engine, "model_quarantined") == 1)
+    await until(lambda: count(engine, "model_quarantined") == 1)  # which its statistics and the log name
     assert count(engine, "engine_restarts") == 0

@@ -270,7 +270,7 @@ def test_a_class_that_cannot_be_loaded_fails_its_requests_alone() -> None:
     lost = ends["lost"]
     assert isinstance(lost, Failed)
     assert lost.failure.kind == "model_unavailable"
-    assert lost.failure.message == "a class cannot be loaded: broken: its file is gone"
+    assert lost.failure.message == "class broken cannot be loaded: broken: its file is gone"
     assert isinstance(ends["fine"], Finished)
 
 
