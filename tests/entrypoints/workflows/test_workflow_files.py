@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import socket
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -104,6 +107,62 @@ def test_a_hostile_file_ends_within_its_limits(tmp_path: Path, source: str, why:
     begun = time.monotonic()
     assert refused(tmp_path, source, limits).startswith(why)
     assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import socket\nsocket.create_connection(('127.0.0.1', PORT))", ", line 2: PermissionError"),
+        ("import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM)", ", line 2: PermissionError"),
+        ("import socket\nsocket.socket(socket.AF_UNIX)", ", line 2: PermissionError"),
+        ("open('FOLDER/victim.txt', 'a')", ", line 1: PermissionError"),
+        ("open('FOLDER/new.txt', 'x')", ", line 1: PermissionError"),
+        ("import os\nos.truncate('FOLDER/victim.txt', 0)", ", line 2: PermissionError"),
+        ("import os\nos.remove('FOLDER/victim.txt')", ", line 2: PermissionError"),
+        ("import os\nos.rename('FOLDER/victim.txt', 'FOLDER/other.txt')", ", line 2: PermissionError"),
+        ("import os\nos.mkdir('FOLDER/new')", ", line 2: PermissionError"),
+        ("import os\nos.kill(PARENT, 9)", ", line 2: PermissionError"),
+        ("open('/proc/PARENT/environ').read()", ", line 1: PermissionError"),
+        ("open('/proc/PARENT/mem', 'rb')", ", line 1: PermissionError"),
+        ("import os, tempfile\nos.mkdir(os.path.join(tempfile.gettempdir(), 'deep'))", ", line 2: PermissionError"),
+    ],
+)
+def test_an_import_reaches_no_network_no_other_process_and_writes_no_files(
+    tmp_path: Path, source: str, why: str
+) -> None:
+    """With Linux's Landlock, which has scopes for signals since version 6."""
+    if libc_version() < 6 and "socket" not in source:
+        pytest.skip("this kernel has no Landlock, or an older one")
+    (tmp_path / "victim.txt").write_text("content")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        facts = {"PORT": listener.getsockname()[1], "PARENT": os.getpid(), "FOLDER": tmp_path}
+        for name, value in facts.items():
+            source = source.replace(name, str(value))
+        assert refused(tmp_path, source).startswith(why)
+    assert (tmp_path / "victim.txt").read_text() == "content"
+    assert {path.name for path in tmp_path.iterdir()} == {"victim.txt", "hostile.py"}
+
+
+def libc_version() -> int:
+    """Landlock's version; -1: there is none."""
+    return ctypes.CDLL(None).syscall(444, None, ctypes.c_long(0), 1)
+
+
+def test_a_file_may_import_libraries_read_files_beside_it_and_write_temporary_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "name.txt").write_text("read")
+    text = (
+        "import asyncio, tempfile, numpy, torch, diffusers, transformers\nfrom pathlib import Path\n"
+        "with tempfile.NamedTemporaryFile('w') as file: file.write('words')\n"
+        "asyncio.run(asyncio.sleep(0))\nNAME = (Path(__file__).parent / 'name.txt').read_text()\n"
+    )
+    (tmp_path / "sound.py").write_text(text + SOUND.replace('"NAME"', "NAME"))
+    (workflow,) = read_workflows([tmp_path / "sound.py"]).workflows
+    assert workflow.name == "read"
+    assert not list((tmp_path / "scratch").iterdir())
 
 
 def test_an_import_gets_no_descriptors_and_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
