@@ -109,43 +109,40 @@ def test_a_hostile_file_ends_within_its_limits(tmp_path: Path, source: str, why:
     assert time.monotonic() - begun < 10
 
 
-@pytest.mark.parametrize(
-    ("source", "why"),
-    [
-        ("import socket\nsocket.create_connection(('127.0.0.1', PORT))", ", line 2: PermissionError"),
-        ("import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM)", ", line 2: PermissionError"),
-        ("import socket\nsocket.socket(socket.AF_UNIX)", ", line 2: PermissionError"),
-        ("open('FOLDER/victim.txt', 'a')", ", line 1: PermissionError"),
-        ("open('FOLDER/new.txt', 'x')", ", line 1: PermissionError"),
-        ("import os\nos.truncate('FOLDER/victim.txt', 0)", ", line 2: PermissionError"),
-        ("import os\nos.remove('FOLDER/victim.txt')", ", line 2: PermissionError"),
-        ("import os\nos.rename('FOLDER/victim.txt', 'FOLDER/other.txt')", ", line 2: PermissionError"),
-        ("import os\nos.mkdir('FOLDER/new')", ", line 2: PermissionError"),
-        ("import os\nos.kill(PARENT, 9)", ", line 2: PermissionError"),
-        ("open('/proc/PARENT/environ').read()", ", line 1: PermissionError"),
-        ("open('/proc/PARENT/mem', 'rb')", ", line 1: PermissionError"),
-        ("import os, tempfile\nos.mkdir(os.path.join(tempfile.gettempdir(), 'deep'))", ", line 2: PermissionError"),
-    ],
-)
-def test_an_import_reaches_no_network_no_other_process_and_writes_no_files(
-    tmp_path: Path, source: str, why: str
-) -> None:
-    """With Linux's Landlock, which has scopes for signals since version 6."""
-    if libc_version() < 6 and "socket" not in source:
+FORBIDDEN = """
+socket.create_connection(("127.0.0.1", PORT))
+socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+socket.socket(socket.AF_UNIX)
+open("FOLDER/victim.txt", "a")
+open("FOLDER/new.txt", "x")
+os.truncate("FOLDER/victim.txt", 0)
+os.remove("FOLDER/victim.txt")
+os.rename("FOLDER/victim.txt", "FOLDER/other.txt")
+os.symlink("FOLDER/victim.txt", "FOLDER/link")
+os.mkdir("FOLDER/new")
+os.mkdir(tempfile.gettempdir() + "/new")
+os.kill(PARENT, 9)
+open("/proc/PARENT/environ").read()
+open("/proc/PARENT/mem", "rb").read(1)
+"""
+
+
+def test_an_import_reaches_no_network_and_no_other_process_and_writes_no_files(tmp_path: Path) -> None:
+    """Scopes for signals are the newest of Landlock that this needs."""
+    if ctypes.CDLL(None).syscall(444, None, ctypes.c_long(0), 1) < 6:
         pytest.skip("this kernel has no Landlock, or an older one")
     (tmp_path / "victim.txt").write_text("content")
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        facts = {"PORT": listener.getsockname()[1], "PARENT": os.getpid(), "FOLDER": tmp_path}
-        for name, value in facts.items():
-            source = source.replace(name, str(value))
-        assert refused(tmp_path, source).startswith(why)
+        forbidden = FORBIDDEN.replace("PORT", str(listener.getsockname()[1])).replace("FOLDER", str(tmp_path))
+        attempts = forbidden.replace("PARENT", str(os.getpid())).strip().splitlines()
+        source = (
+            "import os, socket, tempfile\ndone = []\n"
+            f"for attempt in {attempts}:\n try: exec(attempt)\n except PermissionError: continue\n"
+            " done.append(attempt)\nraise ValueError(done)"
+        )
+        assert refused(tmp_path, source) == ", line 7: ValueError: []"
     assert (tmp_path / "victim.txt").read_text() == "content"
     assert {path.name for path in tmp_path.iterdir()} == {"victim.txt", "hostile.py"}
-
-
-def libc_version() -> int:
-    """Landlock's version; -1: there is none."""
-    return ctypes.CDLL(None).syscall(444, None, ctypes.c_long(0), 1)
 
 
 def test_a_file_may_import_libraries_read_files_beside_it_and_write_temporary_ones(
@@ -155,7 +152,7 @@ def test_a_file_may_import_libraries_read_files_beside_it_and_write_temporary_on
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     (tmp_path / "name.txt").write_text("read")
     text = (
-        "import asyncio, tempfile, numpy, torch, diffusers, transformers\nfrom pathlib import Path\n"
+        "import asyncio, tempfile, numpy, torch, diffusers\nfrom pathlib import Path\n"
         "with tempfile.NamedTemporaryFile('w') as file: file.write('words')\n"
         "asyncio.run(asyncio.sleep(0))\nNAME = (Path(__file__).parent / 'name.txt').read_text()\n"
     )
