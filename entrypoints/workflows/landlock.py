@@ -29,8 +29,8 @@ _SIZES = {1: 8, 4: 16, 6: 24}  # of struct landlock_ruleset_attr
 
 
 def confine_to(folder: str) -> None:
-    """From here on, write only to files right in this folder, and read none of other processes. Nothing happens where the kernel has no Landlock. Raises
-    OSError.
+    """From here on, write only to files right in this folder, and read none of other processes. Nothing happens where
+    the kernel has no Landlock. Raises OSError.
     """
     try:
         version = _call(_CREATE, None, 0, _ASK_VERSION)

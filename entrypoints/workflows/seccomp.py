@@ -41,8 +41,8 @@ class _Program(ctypes.Structure):
 
 
 def forbid_processes_and_sockets() -> None:
-    """From here on, fork, socket, and all that is built on them, raise PermissionError. Raises OSError if the kernel has
-    no such filter.
+    """From here on, fork, socket and what is built on them raise PermissionError. Raises OSError if the kernel has no
+    such filter.
     """
     machine = _MACHINES.get(platform.machine())
     if machine is None:
