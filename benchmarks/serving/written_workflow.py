@@ -1,7 +1,7 @@
 """Edits through a workflow that says, in the language of workflows, what the shipped one says, against the shipped one.
 
 Two served models of one checkpoint, which differ in their workflow alone, on one server. Both get the same edits in
-turns, by one client and by eight, and must answer with the same bytes when one client sends them.
+turns, by one client and by eight, in an eighth of the rounds, and must answer one client with the same bytes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         flags = ["--dtype", args.dtype, "--threads", str(args.threads), *write(Path(folder), args.model)]
         with ready_server(flags) as server:
             for clients in (1, CLIENTS):
-                seconds = measure(server.url, calls, clients, args.rounds)
+                seconds = measure(server.url, calls, clients, -(-args.rounds // clients))
                 medians = {model: statistics.median(each) / clients for model, each in seconds.items()}
                 ratio = median_ratio(seconds[WRITTEN], seconds[SHIPPED])
                 told = ", ".join(f"{model} {1e3 * median:.1f} ms" for model, median in medians.items())
