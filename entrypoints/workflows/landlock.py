@@ -21,11 +21,11 @@ _PR_SET_NO_NEW_PRIVS = 38
 _READ = 1 << 2
 _WRITE, _REMOVE_DIR, _REMOVE_FILE, _MAKE_FILE, _REFER, _TRUNCATE = 1 << 1, 1 << 4, 1 << 5, 1 << 8, 1 << 13, 1 << 14
 _MAKE_OTHERS = sum(1 << bit for bit in (6, 7, 9, 10, 11, 12))  # devices, folders, sockets, pipes, links
+# Version of the interface -> what it adds.
 _FILES = {1: _READ | _WRITE | _REMOVE_DIR | _REMOVE_FILE | _MAKE_FILE | _MAKE_OTHERS, 2: _REFER, 3: _TRUNCATE}
 _NETWORK = {4: 0b11}  # bind and connect, TCP
 _SCOPES = {6: 0b11}  # abstract Unix sockets, and signals, of other processes
 _SIZES = {1: 8, 4: 16, 6: 24}  # of struct landlock_ruleset_attr
-"""Version of the interface -> what it adds."""
 
 
 def confine_to(folder: str) -> None:
@@ -35,7 +35,7 @@ def confine_to(folder: str) -> None:
     try:
         version = _call(_CREATE, None, 0, _ASK_VERSION)
     except OSError as error:
-        if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP):
+        if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):  # the last, if a container forbids to ask
             return
         raise
     handled = _known(_FILES, version)
