@@ -1,8 +1,8 @@
 """Edits through a workflow that says, in the language of workflows, what the shipped one says, against the shipped one.
 
 Two served models of one checkpoint, which differ in their workflow alone, on one server. Both get the same edits in
-turns, by one client and by eight, in an eighth of the rounds, and must answer one client with the same bytes. Processor time is that of all processes of
-the server; on a busy machine it says more than latency.
+turns, by one client and by eight, in an eighth of the rounds, and must answer one client with the same bytes. Processor
+time is that of all processes of the server; on a busy machine it says more than latency.
 """
 
 from __future__ import annotations
