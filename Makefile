@@ -9,7 +9,7 @@ DEV := $(VENV)/.installed-dev
 BROWSER := tests/browser/node_modules/.installed
 TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
-BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-found-masks bench-shared-denoiser bench-two-workflows bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-controlnet-beside bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate soak
+BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-found-masks bench-shared-denoiser bench-two-workflows bench-twelve-workflows bench-written-workflow bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-controlnet-beside bench-workflow-node bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate soak
 
 .DEFAULT_GOAL := help
 .PHONY: $(BENCHMARKS) help serve test test-slow test-latest test-browser fuzz lint types format wheel train-embedded train-edges train-segmenter train-unet gpu-run bench-playground calibrate profile clean
@@ -79,6 +79,8 @@ bench-edit: MODULE := benchmarks.serving.latency  ## Latency of exact, warm and 
 bench-found-masks: MODULE := benchmarks.serving.found_masks  ## Latency of edits whose mask is found by words, against a mask that is given
 bench-shared-denoiser: MODULE := benchmarks.serving.shared_denoiser  ## Throughput of two served models that share a denoiser, against one
 bench-two-workflows: MODULE := benchmarks.serving.two_workflows  ## Latency and memory of workflows with and without a ControlNet: two ranks for both, against one rank each
+bench-twelve-workflows: MODULE := benchmarks.serving.twelve_workflows  ## Memory of twelve workflows in one server, and the steps that they share
+bench-written-workflow: MODULE := benchmarks.serving.written_workflow  ## Edits through a user's workflow that says what the shipped one says, against the shipped one
 bench-overload: MODULE := benchmarks.serving.overload  ## Goodput under a latency objective: at the knee, and at twice its rate
 bench-goodput: MODULE := benchmarks.serving.goodput_cells  ## Requests in time on two ranks in six cells: the scheduling policy default, goodput that was before it, and Clockwork, beside what the simulation predicts; ARGS="--cells 3 --rounds 5"
 bench-step: MODULE := benchmarks.micro.denoiser_step  ## One denoising step, mask-aware against exact and against diffusers
@@ -86,6 +88,7 @@ bench-lora-step: MODULE := benchmarks.micro.lora_step  ## One denoising step of 
 bench-model-load: MODULE := benchmarks.micro.model_load  ## Steps beside which a component of 500 MB is loaded, on the same rank and on another one
 bench-parallel-step: MODULE := benchmarks.micro.parallel_step  ## One denoising step on several ranks, against one
 bench-controlnet-beside: MODULE := benchmarks.micro.controlnet_beside  ## A step whose ControlNet is on a rank of its own, against one rank for both
+bench-workflow-node: MODULE := benchmarks.micro.workflow_node  ## What a node of a user's class takes beyond calling the class
 bench-elastic: MODULE := benchmarks.serving.elastic_mix  ## Latency of a mix of large and small edits: the policy default, elastic that was before it, and fixed degrees
 bench-unet: MODULE := benchmarks.micro.unet_step  ## One denoising step of a UNet: what the mask leaves of its FLOPs; timed by ARGS="--time 512"
 bench-vae: MODULE := benchmarks.micro.vae_region  ## Decoding the region of an edit against the whole picture: time and error by mask ratio

@@ -154,7 +154,7 @@ LAWS = {
     SEGMENTERS: of_model(CHECKPOINT, SEGMENTERS),
     GRAPHS: of_model(KERNELS, MODELS, PAGES, GRAPHS),
     CHECKPOINT: of_model(KERNELS, MODELS, PATCHES, CHECKPOINT),
-    WEIGHTS: of_model("core.messages", CHECKPOINT, MODELS, WEIGHTS),
+    WEIGHTS: of_model("core.messages", CHECKPOINT, MODELS, f"{MODELS}.controlnet", WEIGHTS),
     MODELS: of_model(PAGES, PARALLEL, PATCHES, SAMPLERS, MODELS),
     f"{MODELS}.registry": of_model(CHECKPOINT, MODELS, f"{MODELS}.families"),
     f"{MODELS}.vae": of_model(KERNELS, MODELS, f"{MODELS}.vae"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -114,8 +116,8 @@ class Sleeper:
 
 class Guard:
     """Blacks out pictures of which the prompt says that they are bad, and puts a stamp in the middle of others. It may
-    take its time, return another size, or wait, but only once: the prompt ends with the path of a file that it makes
-    then.
+    take its time, return another size, raise, end its process, or wait, but only once: the prompt ends with the path of
+    a file that it makes then.
     """
 
     def load(self, device: str, dtype: torch.dtype) -> None:
@@ -132,6 +134,10 @@ class Guard:
         if "wait" in words and not (told := Path(words.split()[-1])).exists():
             told.touch()
             time.sleep(60)
+        if "raise" in words:
+            raise ValueError("it will not")
+        if "deadly" in words:
+            os.kill(os.getpid(), signal.SIGKILL)
         if "large" in words:
             image = image.repeat(2, 1, 1)[: len(image) + 8]
         is_bad = "bad" in words and strictness > 0

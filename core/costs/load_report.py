@@ -196,11 +196,11 @@ owner did, whose requests alone are refused."""
 
 
 class QuarantinedModel(msgspec.Struct, frozen=True, array_like=True):
-    """A model, or ControlNets of one, that an engine refuses for a while, or that has not run since. Times are
-    monotonic seconds.
+    """A model, ControlNets of one, or a user's class, which an engine refuses for a while, or that has not run since.
+    Times are monotonic seconds.
     """
 
-    model: str  # name
+    model: str  # name of it or of the class
     cause: QuarantineCause
     times: int  # number of this refusal, from 1
     since: float

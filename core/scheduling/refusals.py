@@ -33,7 +33,8 @@ class Refusals:
     cache: NodeCache
     endings: Endings
     _new: list[str] = field(default_factory=list)  # since `take_new`
-    # (components, model, why, whose requests are refused; None: everybody's) -> since when, as put in `_new` last
+    # (components, name of a model or class, why, whose requests are refused; None: everybody's) -> since when, as put
+    # in `_new` last
     _told: dict[tuple[tuple[ModelKey, ...], str, QuarantineCause, str | None], float] = field(default_factory=dict)
 
     # ------------------------------------------------------------------------------------------------- events
@@ -86,9 +87,9 @@ class Refusals:
                 self.endings.fail(request, self._failure(request.head.model, refusal, now))
         models = self.residency.refused(refusal)
         self.cache.fail_templates({model: self._failure(model, refusal, now) for model in models}, refusal.owner)
-        for model in (*models, *self.residency.steered_by(refusal.keys)):
-            if self.residency.models[model].parent:
-                continue
+        steered = self.residency.steered_by(refusal.keys)
+        own = (model for model in (*models, *steered) if not self.residency.models[model].parent)
+        for model in (*own, *self.residency.classes_of(refusal.keys)):
             failure, told = self._failure(model, refusal, now), (refusal.keys, model, refusal.cause, refusal.owner)
             if self._told.get(told) != refusal.since:  # else another rank tells of the same try
                 self._told[told] = refusal.since
@@ -108,13 +109,15 @@ class Refusals:
         return new
 
     def _failure(self, model: str, refusal: Refusal, now: float) -> Failure:
-        """The failure of a request of this model. model: "": of a class, which names itself in its failures."""
+        """The failure of a request of this model. model: "": it has none."""
         what = f"{_WHY[refusal.cause].format(self._what(model, refusal.keys))}: {refusal.failure.message}"
         return Failure("model_unavailable", what, code=refusal.cause, retry_after=max(0.0, refusal.until - now))
 
     def _what(self, model: str, keys: Collection[ModelKey]) -> str:
         """What computes with these components for requests of this model, in words."""
+        if classes := self.residency.classes_of(keys):
+            return f"class {classes[0]}"
         if not model:
-            return "a class"
+            return "a class"  # of a workflow that is gone
         nets = self.residency.models[model].controlnets_of(keys)
         return f"the ControlNet {' with '.join(nets)} of the model {model}" if nets else f"the model {model}"

@@ -17,8 +17,9 @@ from core.ipc.process import die_with_parent
 from core.validation import shorten
 from entrypoints.workflows.compiler import compile_workflow
 from entrypoints.workflows.import_messages import ImportAnswer, ImportOrder
-from entrypoints.workflows.no_processes import forbid_processes
+from entrypoints.workflows.landlock import confine_to
 from entrypoints.workflows.registered import Registered
+from entrypoints.workflows.seccomp import forbid_processes_and_sockets
 from entrypoints.workflows.workflow import Workflow
 
 MAX_WORDS = 1000
@@ -35,7 +36,8 @@ def main() -> None:
         os.dup2(nowhere, standard)
     order.limits.apply()
     try:
-        forbid_processes()
+        confine_to(os.environ["TMPDIR"])
+        forbid_processes_and_sockets()
         answer = msgspec.msgpack.encode(ImportAnswer(registered=import_text(order)))
     except BaseException as error:  # a user's file may raise anything
         answer = msgspec.msgpack.encode(_failure(order, error))

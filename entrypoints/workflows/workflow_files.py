@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -148,6 +149,12 @@ def _with_text(run_class: RunClass, order: ImportOrder) -> RunClass:
 
 def _ask(order: ImportOrder, stop: _Stop) -> tuple[bytes, str]:
     """(what the process has answered, why that cannot be read if it cannot)"""
+    with tempfile.TemporaryDirectory(prefix="stencil-import-", ignore_cleanup_errors=True) as scratch:
+        return _ask_process(order, scratch, stop)
+
+
+def _ask_process(order: ImportOrder, scratch: str, stop: _Stop) -> tuple[bytes, str]:
+    """scratch: the folder that the process may write to."""
     deadline = time.monotonic() + order.limits.seconds
     with open(os.memfd_create("stencil-import", os.MFD_CLOEXEC), "w+b") as file:
         file.write(msgspec.msgpack.encode(order))
@@ -158,7 +165,7 @@ def _ask(order: ImportOrder, stop: _Stop) -> tuple[bytes, str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd="/",
-            env=_environment(),
+            env=_environment(scratch),
             start_new_session=True,
         )
     stop.follow(process)
@@ -212,9 +219,12 @@ def _in_words(returncode: int) -> str:
     return f"its import ended its process: {f'signal {-returncode}' if returncode < 0 else f'exit code {returncode}'}"
 
 
-def _environment() -> dict[str, str]:
-    """What a process needs to find Python's modules and their libraries, and nothing else: no keys."""
+def _environment(scratch: str) -> dict[str, str]:
+    """What a process needs to find Python's modules and their libraries, and nothing else: no keys. scratch: where it
+    may write; PyTorch makes a folder when it is imported unless it is told one.
+    """
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TZ") if name in os.environ}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
-    return kept | threads | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "LANG": "C.UTF-8"}
+    folders = dict.fromkeys(("TMPDIR", "TORCHINDUCTOR_CACHE_DIR"), scratch)
+    return kept | threads | folders | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "LANG": "C.UTF-8"}

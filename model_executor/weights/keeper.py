@@ -24,6 +24,7 @@ from core.ipc.logs import of_request
 from core.messages.codec import MessageDecoder, encode
 from core.messages.weights import DropWeights, FromKeeper, TakeWeights, ToKeeper, WeightsFailed, WeightsTaken
 from model_executor.checkpoint.loader import CONTROLNET_PART, ONE_PART, ModelCheckpoint
+from model_executor.models.controlnet.registry import pack_controlnet
 from model_executor.models.registry import make_family
 from model_executor.weights.image import Image, write_image
 
@@ -143,9 +144,12 @@ def _load(wanted: TakeWeights) -> nn.Module:
     """The module of a component, packed for the sender. Raises ConfigError, and out-of-memory errors."""
     checkpoint = ModelCheckpoint.open(wanted.model)
     module: nn.Module = checkpoint.load(wanted.part)
-    if wanted.cpu_threads and wanted.part not in (ONE_PART, CONTROLNET_PART):  # which are used as they are
-        with _threads(wanted.cpu_threads):
-            make_family(checkpoint).prepare(wanted.part, module)  # what it packs stays in the module
+    if wanted.cpu_threads and wanted.part != ONE_PART:  # which is used as it is
+        with _threads(wanted.cpu_threads):  # what is packed stays in the module
+            if wanted.part == CONTROLNET_PART:
+                pack_controlnet(checkpoint, module)
+            else:
+                make_family(checkpoint).prepare(wanted.part, module)
     return module
 
 

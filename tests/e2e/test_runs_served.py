@@ -148,7 +148,7 @@ async def test_an_owner_whose_runs_keep_passing_their_time_limit_is_refused_alon
     for _ in range(2):
         with pytest.raises(RunError, match=r"class wayward took longer than its 0\.2 s"):
             await asyncio.wait_for(wayward(engine, "sleep20", owner="slow"), 60)
-    with pytest.raises(ModelUnavailableError, match=r"^a class is not run for this owner for a while") as caught:
+    with pytest.raises(ModelUnavailableError, match=r"^class wayward is not run for this owner for a while") as caught:
         await wayward(engine, "fine", owner="slow")
     assert 0 < caught.value.retry_after <= 10
     assert set(await asyncio.wait_for(wayward(engine, "fine"), 60)) == {"y"}

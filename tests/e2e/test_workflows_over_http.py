@@ -7,10 +7,12 @@ import json
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hostile_inputs
 import httpx
 import numpy as np
 import openai
@@ -352,3 +354,32 @@ def test_nothing_that_is_sent_is_an_error_of_the_server(raw: httpx.Client) -> No
     while any(raw.get("/engine/stats").json()["queue"][name] for name in ("running", "waiting", "admitted")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_two_thousand_malformed_requests_are_refused_by_name_and_touch_nothing(raw: httpx.Client) -> None:
+    kinds = {"count": "integer", "strength": "number", "flip": "truth", "words": "text"}
+    right = {"image": PHOTO, "count": 1, "strength": 0.5, "flip": True, "words": "a", "style": STYLE}
+    workflow = hostile_inputs.Workflow(
+        "inspect", right, ("image", "count"), kinds | {"image": "picture", "style": "picture"}
+    )
+    files = [("model", (None, "inspect")), ("count", (None, "1")), ("image", ("a.png", PHOTO))]
+    before, received = raw.post("/images/edits", files=files).json(), num_received(raw)
+    chance, refused = random.Random(9), Counter[str]()
+    for _ in range(2000):
+        request = hostile_inputs.malformed(chance, workflow)
+        answer = raw.post("/images/edits", **request.body)
+        assert answer.status_code in (400, 413), (request, answer.text)
+        assert answer.json()["error"]["param"] == request.param, (request, answer.text)
+        refused[request.param] += 1
+    assert refused.keys() == right.keys()
+    assert num_received(raw) == received, "none came as far as an engine"
+    assert raw.post("/images/edits", files=files).json()["data"] == before["data"]
+
+
+def num_received(raw: httpx.Client) -> int:
+    """Requests that the engine was sent, once none is under way."""
+    deadline = time.monotonic() + 5
+    while any((stats := raw.get("/engine/stats").json())["queue"][name] for name in ("running", "waiting", "admitted")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return int(stats["engines"][0]["load"]["num_received"])

@@ -235,7 +235,7 @@ def test_workflow_flags_register_what_their_files_have(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text(
         SOUND.replace('workflow.add_input("x"', 'workflow.add_input("model"').replace("NAME", "one")
     )
-    with pytest.raises(WorkflowError, match="workflow one, input .model.: requests name the workflow by this field"):
+    with pytest.raises(WorkflowError, match=r"workflow one, input .model.: requests name the workflow by this field"):
         with_workflows(parse_options(flags[:2]))
 
 

@@ -49,6 +49,7 @@ class Residency:
         predict: Callable[[int], float],
     ) -> None:
         self.models = bindings.models
+        self._bindings = bindings
         self.budget = budget
         self.version = 0  # of what ranks have and load
         self.has_outgrown = False  # whether a component was larger than predicted, so that its model may not fit
@@ -372,6 +373,11 @@ class Residency:
         wanted = set(keys)
         return [name for name, info in self.models.items() if wanted.issubset(info.controlnets.values())]
 
+    def classes_of(self, keys: Iterable[ModelKey]) -> list[str]:
+        """Names of users' classes that are one of these components."""
+        wanted = set(keys)
+        return [name for name, each in self._bindings.classes.items() if each.key in wanted]
+
     def refused_models(self) -> dict[str, float]:
         """Model -> until when all requests of it are refused, monotonic seconds."""
         found: dict[str, float] = {}
@@ -381,13 +387,17 @@ class Residency:
         return found
 
     def quarantined(self) -> tuple[QuarantinedModel, ...]:
-        """The models, without adapters, of which all or ControlNets are refused, or were and have not run since."""
+        """The models, without adapters, of which all or ControlNets are refused, or were and have not run since; and
+        users' classes.
+        """
         found = list[QuarantinedModel]()
         for each in self.quarantine.refusals:
+            facts = each.cause, each.times, each.since, each.until
             for name in (*self.refused(each), *self.steered_by(each.keys)):
                 if not self.models[name].parent:
                     nets = self.models[name].controlnets_of(each.keys)
-                    found.append(QuarantinedModel(name, each.cause, each.times, each.since, each.until, nets))
+                    found.append(QuarantinedModel(name, *facts, nets))
+            found += [QuarantinedModel(name, *facts) for name in self.classes_of(each.keys)]
         return tuple(found)
 
     def has_failed(self, keys: Iterable[ModelKey]) -> bool:

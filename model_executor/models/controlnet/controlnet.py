@@ -69,6 +69,12 @@ class ControlNet(ABC):
         weights, are one."""
         return f"{type(self).__name__} {self._model.recipe}"
 
+    @classmethod
+    def pack(cls, checkpoint: ModelCheckpoint, module: nn.Module) -> None:
+        """Bring the weights of a loaded module, in place, into the form that a CPU computes with. The keeper of weights
+        does, so that all workers share that form; `put` does it to a module that comes from elsewhere.
+        """
+
     def put(self, module: nn.Module) -> None:
         """Put the loaded module in use, which it changes."""
         self._module = module

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from torch import nn
+
 from core.errors import ConfigError
 from model_executor.checkpoint.loader import CONFIGURATION_ERRORS, ModelCheckpoint, first_line
 from model_executor.models.base import SteeredModel
@@ -36,3 +38,8 @@ def make_controlnet(checkpoint: ModelCheckpoint, model: SteeredModel | None, mod
         return KINDS[name](checkpoint, model, modes)
     except CONFIGURATION_ERRORS as error:
         raise ConfigError(f"{checkpoint.path}: its configuration makes no {name}: {first_line(error)}") from error
+
+
+def pack_controlnet(checkpoint: ModelCheckpoint, module: nn.Module) -> None:
+    """See `ControlNet.pack`. module: of a checkpoint that `make_controlnet` takes."""
+    KINDS[checkpoint.class_name].pack(checkpoint, module)

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.kernels.linear_groups import AnyGroup
 from model_executor.kernels.operators import chosen_operators
 from model_executor.kernels.ragged import gather
@@ -64,10 +65,19 @@ class TransformerControlNet(ControlNet):
         """With the blocks that add something, of which equal ones may steer transformers of other depths."""
         return f"{super().recipe} {self._places}"
 
+    @classmethod
+    def pack(cls, checkpoint: ModelCheckpoint, module: nn.Module) -> None:
+        cls._over(checkpoint, module, num_train_timesteps=1)  # on which weights do not depend
+
     def put(self, module: nn.Module) -> None:
-        chosen, device = self.checkpoint, self.checkpoint.device
-        operators = chosen_operators(chosen.kernels, device, batch_invariant=chosen.batch_invariant)
-        self._module = self.transformer(module, self._model.num_train_timesteps, operators, owns_module=True)
+        self._module = self._over(self.checkpoint, module, self._model.num_train_timesteps)
+
+    @classmethod
+    def _over(cls, checkpoint: ModelCheckpoint, module: nn.Module, num_train_timesteps: int) -> ControlTransformer:
+        """The transformer over a module, whose weights are packed unless they are."""
+        batch_invariant = checkpoint.batch_invariant
+        operators = chosen_operators(checkpoint.kernels, checkpoint.device, batch_invariant=batch_invariant)
+        return cls.transformer(module, num_train_timesteps, operators, owns_module=True)
 
     def _residual_numbers(self, grid: tuple[int, int]) -> int:
         rows, columns = grid

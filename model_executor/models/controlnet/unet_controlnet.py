@@ -59,13 +59,17 @@ class UnetControlNet(ControlNet):
             )
         self._check_modes(modes, None)
 
-    def put(self, module: nn.Module) -> None:
-        """A picture is embedded once for all steps, so the module gets it embedded."""
+    @classmethod
+    def pack(cls, checkpoint: ModelCheckpoint, module: nn.Module) -> None:
         convolutions: list[Any] = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
         for convolution in convolutions:  # faster, as in `Unet`
             convolution.to(memory_format=torch.channels_last)
-        if self.checkpoint.device.type == "cpu":
+        if checkpoint.device.type == "cpu":
             use_onednn(module)
+
+    def put(self, module: nn.Module) -> None:
+        """A picture is embedded once for all steps, so the module gets it embedded."""
+        self.pack(self.checkpoint, module)
         net: Any = module
         self._embedding, net.controlnet_cond_embedding = net.controlnet_cond_embedding, nn.Identity()
         net.register_to_config(controlnet_conditioning_channel_order="rgb")  # `embed` has turned it

@@ -6,9 +6,13 @@ holds the interpreter's lock for so long is ended by the engine's watchdog, whic
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import count
 
 from core.errors import ConfigError, RunError
 from core.failure import Failure
@@ -19,11 +23,30 @@ IMPORT_SECONDS = 60.0
 """Most that the import of a class may take while the worker serves."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """Of a block that runs."""
+
+    deadline: float  # monotonic seconds
+    failed: WorkerFailed
+
+
 class TimeLimits:
-    """One per worker. report: called in a thread."""
+    """One per worker. report: called in a thread.
+
+    One thread watches all blocks: to start one for each block, as `threading.Timer` does, took up to a millisecond,
+    more than all else that a node of a small class takes. The thread is woken only for a deadline that is earlier than
+    the one that it waits for. The end of a block does not wake it.
+    """
 
     def __init__(self, rank: int, report: Callable[[WorkerFailed], None]) -> None:
         self._rank, self._report = rank, report
+        self._ids = count()
+        self._watcher: threading.Thread | None = None  # from the first block on
+        # What follows changes under the lock of `_changed`.
+        self._changed = threading.Condition()
+        self._limits: dict[int, _Limit] = {}  # of the blocks that run, by id
+        self._wakes_at = math.inf  # monotonic seconds: what the watcher waits for
 
     def of(self, item: Item, config: RunClass) -> AbstractContextManager[None]:
         """Run a block for an item."""
@@ -43,10 +66,32 @@ class TimeLimits:
 
     @contextmanager
     def _limited(self, seconds: float, failed: WorkerFailed) -> Iterator[None]:
-        timer = threading.Timer(seconds, self._report, (failed,))
-        timer.daemon = True  # the process may end while a block runs
-        timer.start()
+        limit, limit_id = _Limit(time.monotonic() + seconds, failed), next(self._ids)
+        with self._changed:
+            self._limits[limit_id] = limit
+            if self._watcher is None:
+                # A daemon, since the process may end while a block runs.
+                self._watcher = threading.Thread(target=self._watch, name="time-limits", daemon=True)
+                self._watcher.start()
+            elif limit.deadline < self._wakes_at:
+                self._changed.notify()
         try:
             yield
         finally:
-            timer.cancel()
+            with self._changed:
+                self._limits.pop(limit_id, None)
+
+    def _watch(self) -> None:
+        while True:
+            for limit in self._take_passed():
+                self._report(limit.failed)
+
+    def _take_passed(self) -> list[_Limit]:
+        """Limits that have passed, which are watched no more. Waits for the next one if there are none."""
+        with self._changed:
+            now = time.monotonic()
+            passed = [each for each, limit in self._limits.items() if limit.deadline <= now]
+            if not passed:
+                self._wakes_at = min((limit.deadline for limit in self._limits.values()), default=math.inf)
+                self._changed.wait(None if self._wakes_at == math.inf else self._wakes_at - now)
+            return [self._limits.pop(each) for each in passed]

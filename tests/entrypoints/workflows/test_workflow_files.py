@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
+import socket
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -105,6 +108,59 @@ def test_a_hostile_file_ends_within_its_limits(tmp_path: Path, source: str, why:
     begun = time.monotonic()
     assert refused(tmp_path, source, limits).startswith(why)
     assert time.monotonic() - begun < 10
+
+
+FORBIDDEN = """
+socket.create_connection(("127.0.0.1", PORT))
+socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+socket.socket(socket.AF_UNIX)
+open("FOLDER/victim.txt", "a")
+open("FOLDER/new.txt", "x")
+os.truncate("FOLDER/victim.txt", 0)
+os.remove("FOLDER/victim.txt")
+os.rename("FOLDER/victim.txt", "FOLDER/other.txt")
+os.symlink("FOLDER/victim.txt", "FOLDER/link")
+os.mkdir("FOLDER/new")
+os.mkdir(tempfile.gettempdir() + "/new")
+os.kill(PARENT, 9)
+open("/proc/PARENT/environ").read()
+open("/proc/PARENT/mem", "rb").read(1)
+"""
+
+
+def test_an_import_reaches_no_network_and_no_other_process_and_writes_no_files(tmp_path: Path) -> None:
+    """Scopes for signals are the newest of Landlock that this needs."""
+    if ctypes.CDLL(None).syscall(444, None, ctypes.c_long(0), 1) < 6:
+        pytest.skip("this kernel has no Landlock, or an older one")
+    (tmp_path / "victim.txt").write_text("content")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        forbidden = FORBIDDEN.replace("PORT", str(listener.getsockname()[1])).replace("FOLDER", str(tmp_path))
+        attempts = forbidden.replace("PARENT", str(os.getpid())).strip().splitlines()
+        source = (
+            "import os, socket, tempfile\ndone = []\n"
+            f"for attempt in {attempts}:\n try: exec(attempt)\n except PermissionError: continue\n"
+            " done.append(attempt)\nraise ValueError(done)"
+        )
+        assert refused(tmp_path, source) == ", line 7: ValueError: []"
+    assert (tmp_path / "victim.txt").read_text() == "content"
+    assert {path.name for path in tmp_path.iterdir()} == {"victim.txt", "hostile.py"}
+
+
+def test_a_file_may_import_libraries_read_files_beside_it_and_write_temporary_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "name.txt").write_text("read")
+    text = (
+        "import asyncio, tempfile, numpy, torch, diffusers\nfrom pathlib import Path\n"
+        "with tempfile.NamedTemporaryFile('w') as file: file.write('words')\n"
+        "asyncio.run(asyncio.sleep(0))\nNAME = (Path(__file__).parent / 'name.txt').read_text()\n"
+    )
+    (tmp_path / "sound.py").write_text(text + SOUND.replace('"NAME"', "NAME"))
+    (workflow,) = read_workflows([tmp_path / "sound.py"]).workflows
+    assert workflow.name == "read"
+    assert not list((tmp_path / "scratch").iterdir())
 
 
 def test_an_import_gets_no_descriptors_and_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

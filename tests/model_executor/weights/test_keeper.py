@@ -23,14 +23,16 @@ from core.errors import ConfigError, EngineError
 from core.handles import ModelKey
 from core.ipc import local_sockets
 from core.ipc.process import ChildProcess
-from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.checkpoint.loader import CONTROLNET_PART, ModelCheckpoint
 from model_executor.kernels.cpu_kernels import best_kernels
 from model_executor.kernels.cpu_layers import FastConv
 from model_executor.kernels.linear import has_onednn
+from model_executor.models.controlnet.registry import make_controlnet
 from model_executor.models.registry import make_family
 from model_executor.weights import taking
 from model_executor.weights.taking import TakenWeights
 from tools.random_checkpoints import make_flux
+from tools.random_controlnets import make_flux_controlnet, make_sd_controlnet
 from tools.random_unet_checkpoints import make_sd
 
 VAE, TRANSFORMER = ModelKey("0f", "vae"), ModelKey("1e", "transformer")
@@ -152,21 +154,35 @@ def test_a_worker_that_is_restarted_finds_what_it_had(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("part", ["transformer", "unet"])
 def test_workers_share_packed_weights(
-    listener: socket.socket, worker: TakenWeights, config: ModelConfig, tmp_path: Path, part: str, dtype: str
+    worker: TakenWeights, config: ModelConfig, tmp_path: Path, part: str, dtype: str
 ) -> None:
-    """What a worker computes with is the shared memory itself."""
-    if not has_onednn(torch.empty(1, dtype=getattr(torch, dtype))):
-        pytest.skip("this processor's products read weights as they are")
     path = config.model if part == "transformer" else str(make_sd(tmp_path / "sd"))
     model = ModelConfig(model=path, dtype=dtype, device="cpu")
-    module, nbytes = worker.take(ModelKey(dtype, part), model, part, torch.get_num_threads())
     family = make_family(ModelCheckpoint.open(model))
-    family.prepare(part, module)
+    check_shared(worker, model, part, lambda module: family.prepare(part, module))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["flux", "sd"])
+def test_workers_share_packed_controlnets(worker: TakenWeights, tmp_path: Path, kind: str, dtype: str) -> None:
+    make, make_net = (make_flux, make_flux_controlnet) if kind == "flux" else (make_sd, make_sd_controlnet)
+    steered = make_family(ModelCheckpoint.open(ModelConfig(model=str(make(tmp_path / "base"))))).steered
+    model = ModelConfig(model=str(make_net(tmp_path / "net")), dtype=dtype, device="cpu")
+    net = make_controlnet(ModelCheckpoint.open(model), steered, ())
+    check_shared(worker, model, CONTROLNET_PART, net.put)
+
+
+def check_shared(worker: TakenWeights, model: ModelConfig, part: str, use: Callable[[nn.Module], object]) -> None:
+    """What a worker computes with is the shared memory itself. use: puts the module in use."""
+    if not has_onednn(torch.empty(1, dtype=getattr(torch, model.dtype))):
+        pytest.skip("this processor's products read weights as they are")
+    module, nbytes = worker.take(ModelKey(model.dtype, part), model, part, torch.get_num_threads())
+    modules: list[Any] = list(module.modules())
+    use(module)
     (memory,) = (mapping() for mapping in worker._mappings.values())
     start = ctypes.addressof(memory)
-    layers: list[Any] = list(module.modules())
-    packed = [layer.packed.weight for layer in layers if hasattr(layer, "packed")]
-    packed += [layer._packed for layer in layers if isinstance(layer, FastConv)]
+    packed = [layer.packed.weight for layer in modules if hasattr(layer, "packed")]
+    packed += [layer._packed for layer in modules if isinstance(layer, FastConv)]
     assert len(packed) > 5
     for weight in packed:
         address = torch.ops.mkldnn.data_ptr(weight) if weight.is_mkldnn else weight.data_ptr()

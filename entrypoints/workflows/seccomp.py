@@ -1,8 +1,9 @@
-"""Forbids this process to make others.
+"""Forbids this process to make others, and sockets.
 
 A limit on the number of processes (RLIMIT_NPROC) counts all of a user's, does not hold for root, and a process that has
 left its group survives the group's end. So the kernel is told to refuse the calls that make a process, by a filter that
-stays for good (seccomp, Linux's Documentation/userspace-api/seccomp_filter.rst). Threads may be made.
+stays for good (seccomp, Linux's Documentation/userspace-api/seccomp_filter.rst). Threads may be made, and pairs of
+connected sockets, which event loops need.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000  # the latter with an errno
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 _CLONE_THREAD = 0x10000
 _CLONE3 = 435  # its flags are in memory, which a filter cannot read; without it, libraries use clone
+_IO_URING_SETUP = 425  # through which sockets could be made without the call of that name
 _X32 = 0x40000000  # calls of another ABI have this bit
 
 
 class _Machine(NamedTuple):
     audit: int  # how the kernel calls the architecture
     clone: int
-    forks: tuple[int, ...]
+    refused: tuple[int, ...]  # fork and vfork, where they are, and socket
 
 
-_MACHINES = {"x86_64": _Machine(0xC000003E, 56, (57, 58)), "aarch64": _Machine(0xC00000B7, 220, ())}
+_MACHINES = {"x86_64": _Machine(0xC000003E, 56, (57, 58, 41)), "aarch64": _Machine(0xC00000B7, 220, (198,))}
 
 
 class _Program(ctypes.Structure):
@@ -38,9 +40,9 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
-def forbid_processes() -> None:
-    """From here on, fork, and all that is built on it, raises PermissionError. Raises OSError if the kernel has no such
-    filter.
+def forbid_processes_and_sockets() -> None:
+    """From here on, fork, socket and what is built on them raise PermissionError. Raises OSError if the kernel has no
+    such filter.
     """
     machine = _MACHINES.get(platform.machine())
     if machine is None:
@@ -58,7 +60,8 @@ def forbid_processes() -> None:
 
 def _filter(machine: _Machine) -> list[bytes]:
     refuse = _instruction(_RETURN, _REFUSE | errno.EPERM)
-    forks = [part for number in machine.forks for part in (_instruction(_IS, number, 0, 1), refuse)]
+    numbers = (*machine.refused, _IO_URING_SETUP)
+    refused = [part for number in numbers for part in (_instruction(_IS, number, 0, 1), refuse)]
     return [
         _instruction(_LOAD, _ARCHITECTURE),
         _instruction(_IS, machine.audit, 1, 0),
@@ -68,7 +71,7 @@ def _filter(machine: _Machine) -> list[bytes]:
         refuse,
         _instruction(_IS, _CLONE3, 0, 1),
         _instruction(_RETURN, _REFUSE | errno.ENOSYS),
-        *forks,
+        *refused,
         _instruction(_IS, machine.clone, 0, 3),
         _instruction(_LOAD, _FIRST_ARGUMENT),
         _instruction(_HAS, _CLONE_THREAD, 1, 0),
