@@ -189,8 +189,7 @@ def test_a_class_that_cannot_be_loaded_fails_its_requests_alone(lost: EngineRequ
     failed = ends["lost"]
     assert isinstance(failed, Failed)
     assert failed.failure.kind == "model_unavailable"
-    what = "the model m" if isinstance(lost.spec, EditSpec) else "a class"
-    assert failed.failure.message == f"{what} cannot be loaded: broken: its file is gone"
+    assert failed.failure.message == "class broken cannot be loaded: broken: its file is gone"
     assert isinstance(ends["edit"], Finished)
     assert isinstance(ends["run"], Finished)
 
