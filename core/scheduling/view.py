@@ -23,6 +23,9 @@ from core.scheduling.requests.work_left import WorkLeft
 from core.scheduling.values.inputs import Inputs, find_inputs
 from core.scheduling.values.values import ValueTable
 
+LEAST_WAIT = 1e-4
+"""Seconds. It is not worth another pass to wait for less."""
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -112,11 +115,19 @@ class View:
             return 0.0
         if inputs.senders is None or not op_of(node).serves_step:
             return inf
-        if not self.may_be_ahead:
-            is_waited_for = inputs.awaited or not self._in_flight.idle_ranks.issuperset(inputs.senders)
-            return inf if is_waited_for else 0.0
-        left = [self.seconds_left(rank) for rank in inputs.senders]
-        return max(0.0, *(inf if each is None else each - self.config.max_ahead_ms / 1e3 for each in left))
+        if inputs.awaited and not self.may_be_ahead:
+            return inf
+        return max(map(self._seconds_until_nearly_done, inputs.senders))
+
+    def _seconds_until_nearly_done(self, rank: int) -> float:
+        """Predicted time until a rank is done with its work within `max_ahead_ms`; inf: not before it answers."""
+        if rank in self._in_flight.idle_ranks:
+            return 0.0
+        left = self.seconds_left(rank)
+        if left is None or not self.may_be_ahead:
+            return inf
+        too_long = left - self.config.max_ahead_ms / 1e3
+        return too_long if too_long > LEAST_WAIT else 0.0
 
     def can_fetch(self, request: Request, node: Node, ranks: RankIds) -> bool:
         """Whether only other ranks have inputs of a ready node, and for each input one of them is open. What works for
