@@ -175,14 +175,15 @@ class LanePass(StepPass):
 
     def _rank_beside(self, request: Request, node: Node) -> int:
         """The rank that computes ControlNets for a request's next step. If that pays, it is an open one beside the
-        request's own, on which nobody makes steps.
+        request's own, on which nobody makes steps; where their last round has not ended, that one's rank, although it
+        may not be open: they cannot begin before.
         """
         ranks, device = self.view.ranks_with(request.keys_of(node)), self.view.page_rank(request)
         group = self.groups.get(request.id) or (self._last_home(request),)
         own = group[0] if device is None else device
         if device is None and self.view.config.degree == 1 and self._is_worth_a_rank(request, node):
             number, taken = self.place.num_on(ranks), {rank for each in self.groups.values() for rank in each}
-            free = self.view.open_ranks - taken - {own}
+            free = self.view.open_ranks.union(*request.ranks_running(node)) - taken - {own}
             beside = [rank for rank in ranks if rank in free and not number[rank]]
             own = beside[0] if beside else own
         return own if own in ranks else ranks[0]
