@@ -19,6 +19,7 @@ class ControlRow(Row):
     control: Tensor  # [tokens, latent width], latents of the control picture
     tokens: Tensor | None  # int64 [tokens], their numbers in the picture; None: all
     mode: int | None
+    text: slice = slice(None)  # its text tokens that are computed, with that of the mode before them
 
     @classmethod
     def of(cls, row: Row, shown: Shown) -> ControlRow:
