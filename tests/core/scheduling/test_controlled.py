@@ -35,7 +35,6 @@ from core.messages.worker import (
 from core.routing.fleet import Fleet
 from core.routing.request_shape import RequestShape
 from core.scheduling.ops.controlnet import ControlStep, ControlUse
-from core.scheduling.policies.planner.groups import Predictions
 from core.scheduling.scheduler import StepScheduler
 from core.scheduling.values.values import ValueTable
 
@@ -266,26 +265,6 @@ def test_no_controlnet_is_beside_where_others_make_steps() -> None:
     assert not rig.deliveries
 
 
-def test_a_step_whose_controlnets_take_long_is_not_shared_while_others_wait() -> None:
-    """Each of the ranks that share a step computes its ControlNets."""
-
-    def efficient_degree(seconds: float) -> int:
-        rig = Rig(num_ranks=2)
-        rig.seconds = {"controlnet": seconds, "denoise": 0.06}
-        samples = [
-            CostSample("m", "transformer", "denoise", Work.of([280] * number), 0.06 * number / degree, True, degree)
-            for degree in (1, 2)
-            for number in (1, 2)
-        ]
-        rig.scheduler.learn(samples)
-        of_four_steps(rig, "a")
-        rig.scheduler.add(controlled(make_edit("b", steps=4), EDGES))
-        view, (request,) = rig.scheduler._views.view(0.0), rig.scheduler._requests
-        return Predictions().of(view, request).efficient
-
-    assert [efficient_degree(seconds) for seconds in (0.0001, 0.03)] == [2, 1]
-
-
 def test_a_controlnet_beside_needs_no_room_in_the_arena() -> None:
     """What it reads goes from rank to rank."""
     rig = Rig(num_ranks=2)
@@ -301,8 +280,8 @@ def test_a_controlnet_beside_needs_no_room_in_the_arena() -> None:
 
 
 class Watched:
-    """An edit with its ControlNet on rank 1, on a clock. Its first step, on rank 0, has begun at 0 s: it is predicted to
-    take 60 ms, its ControlNet 20 ms.
+    """An edit with its ControlNet on rank 1, on a clock. Its first step, on rank 0, has begun at 0 s: it is predicted
+    to take 60 ms, its ControlNet 20 ms.
     """
 
     def __init__(self, **wishes: Any) -> None:
