@@ -97,9 +97,7 @@ class EngineCore:
         trace: EngineTrace | None = None,
         hang_seconds: float = EngineConfig().hang_seconds,
     ) -> None:
-        self.mailbox: asyncio.Queue[ToEngine | FromWorker | RefusedRequest | _ReportDue | _PassDue] = (
-            asyncio.Queue()
-        )
+        self.mailbox: asyncio.Queue[ToEngine | FromWorker | RefusedRequest | _ReportDue | _PassDue] = asyncio.Queue()
         self._scheduler = scheduler
         self._executor = executor
         self._emit = emit
