@@ -115,7 +115,7 @@ class ModelMap:
         self._until[engine] = self._reported_until[engine] = 0.0
 
     def _take(self, engine: int, load: ModelLoad, now: float) -> None:
-        weights = Weights(load.name, load.kind)
+        weights = Weights(load.name, load.kind, load.controlnet)
         places = self._places.get(weights)
         if places is None:
             places = self._places[weights] = _Places(self._num_engines)

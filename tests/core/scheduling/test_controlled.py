@@ -34,6 +34,7 @@ from core.messages.worker import (
 )
 from core.routing.fleet import Fleet
 from core.routing.request_shape import RequestShape
+from core.routing.weights import Weights
 from core.scheduling.ops.controlnet import ControlStep, ControlUse
 from core.scheduling.scheduler import StepScheduler
 from core.scheduling.values.values import ValueTable
@@ -419,6 +420,19 @@ def test_routing_counts_what_its_controlnets_take() -> None:
     beside = [fleet.step_seconds(shape) - own for shape in (twice, half, free)]
     assert beside == pytest.approx([pass_of(2), pass_of(1) / 2, 0.0])
     assert twice.num_steps == 4, "what works for a step is none itself"
+
+
+def test_routing_counts_what_loading_its_controlnets_takes() -> None:
+    """An engine that has them is as much nearer."""
+    shape = RequestShape.of_request(controlled(make_edit("a"), DEEP), MODELS["m"])
+    assert shape.needed == (Weights("m"), Weights("m", "controlnet", "depth"))
+    fleet = Fleet(2, 8)
+    for engine, loaded in enumerate((OWN, (*OWN, NETS["depth"]))):
+        fleet.observe(engine, Rig(loaded=loaded).scheduler.load_report(), 0.0)
+    wait = fleet.load_wait(shape, 0.0)
+    assert wait is not None
+    assert wait.seconds[0] > wait.seconds[1] == 0.0
+    assert fleet.load_wait(RequestShape.of_request(make_edit("b"), MODELS["m"]), 0.0) is None
 
 
 def test_every_workflow_with_prompts_has_one_with_controlnets() -> None:
