@@ -104,7 +104,7 @@ class ControlNet(ABC):
         that compute it together, by rows where that is fair. All of them call this alike and get the same tensors.
         Raises GroupBrokenError, perhaps while tensors are taken.
         """
-        if group is None or not (self._has_equal_rows and are_even(rows, group.degree)):
+        if group is None or not (self._is_row_invariant and are_even(rows, group.degree)):
             return self._residuals(rows, shown, group)
         spans = balanced(list(map(num_computed, rows)), group.degree)
         own = self._residuals(rows[slice(*spans[group.me])], shown, None)
@@ -112,7 +112,7 @@ class ControlNet(ABC):
         return Residuals(own.places, ([group.gather(tensor, lengths) for tensor in some] for some in own.made))
 
     @property
-    def _has_equal_rows(self) -> bool:
+    def _is_row_invariant(self) -> bool:
         """Whether a row's tensors are the same bit for bit whichever rows are computed with it."""
         return True
 

@@ -96,7 +96,7 @@ class UnetControlNet(ControlNet):
         return (embedded,)
 
     @property
-    def _has_equal_rows(self) -> bool:
+    def _is_row_invariant(self) -> bool:
         """On a GPU the rows of a request share a pass even where nothing else does."""
         return not self.checkpoint.batch_invariant
 
