@@ -149,10 +149,13 @@ class EngineCore:
             if not self._watchdog.is_watching(rank):
                 self._watchdog.expect(rank, busy.predicted, busy.allowed)
         self._unwatched.clear()
+        self._set_next_pass(self._scheduler.next_pass)
+
+    def _set_next_pass(self, at: float) -> None:
+        """Make a pass at this time of the loop's clock, which is the scheduler's; inf: none."""
         if self._next_pass is not None:
             self._next_pass.cancel()
-        at, loop = self._scheduler.next_pass, asyncio.get_running_loop()
-        # The loop's clock is that of the scheduler.
+        loop = asyncio.get_running_loop()
         self._next_pass = None if isinf(at) else loop.call_at(at, self.mailbox.put_nowait, _PassDue())
 
     def _note_answer(self, rank: int) -> None:
