@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
@@ -38,7 +38,10 @@ from core.messages.worker import (
     WorkerFailed,
     WorkerReady,
 )
+from core.scheduling.dispatch import AskAgain, Decision
+from core.scheduling.policies.planner.default import Default
 from core.scheduling.scheduler import StepScheduler
+from core.scheduling.view import View
 from engine.engine_core import engine_core
 from engine.engine_core.engine_core import EngineCore, RefusedRequest
 
@@ -118,6 +121,35 @@ async def test_an_adapter_is_loaded_beside_requests(core: EngineCore, said: list
     core.mailbox.put_nowait(Drain())
     await running
     assert AdapterAdded("load", "of hat.safetensors") in outputs(said)
+
+
+class Late(Default):
+    """Asks again when it sees a request first, instead of giving work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes: list[float] = []
+
+    def choose(self, view: View, now: float) -> Sequence[Decision]:
+        if not list(view.requests.live()):
+            return ()
+        self.passes.append(now)
+        return (AskAgain(0.05),) if len(self.passes) == 1 else super().choose(view, now)
+
+
+async def test_a_pass_that_the_policy_asks_for_comes_although_nothing_else_does(
+    said: list[FromEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_core, "REPORT_SECONDS", 1e3)  # after a report there is a pass, too
+    executor, policy = Loopback(), Late()
+    scheduler = StepScheduler(SchedulerConfig(), {"m": MODEL}, policy=policy)
+    executor.core = core = EngineCore(scheduler, executor, said.append)
+    core.mailbox.put_nowait(make_edit("r", steps=1))
+    core.mailbox.put_nowait(Drain())
+    async with asyncio.timeout(10):
+        await core.run()
+    assert [type(output) for output in outputs(said)] == [Finished]
+    assert policy.passes[1] - policy.passes[0] >= 0.05
 
 
 async def test_it_serves_then_drains(core: EngineCore, said: list[FromEngine]) -> None:
