@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ import torch
 from edits import Edit, box_mask, picture
 from PIL import Image, ImageDraw
 from pipeline_rig import Rig
+from thread_groups import ThreadGroups
 
 from core.control import Control
 from core.control_type import ControlType
@@ -20,6 +22,11 @@ from core.handles import ArrayRef, TensorRef
 from core.messages.worker import Batch, Item, StepPlan
 from core.scheduling.ops.control_encode import ControlEncode
 from core.scheduling.ops.controlnet import ControlStep, ControlUse
+from model_executor.models.base import Row
+from model_executor.models.boxes import around
+from model_executor.models.controlnet.controlnet import Shown
+from model_executor.parallel.group import Group
+from model_executor.worker.ops.step_inputs import StepInputs
 from model_executor.worker.probes.cost_probe import Batches
 
 
@@ -128,6 +135,39 @@ def assert_kept_as_predicted(rig: Rig, edited: ControlledEdit) -> None:
     nets = [rig.models.controlnets.nets["tiny"][each.net] for each in edited.controls]
     more = Batches(rig.family, info, controlnets=nets).kept_bytes() - Batches(rig.family, info).kept_bytes()
     assert sum(held.values()) == more
+    for free in edited.edit.decode_plan().free:
+        rig.store.free(free.key)
+
+
+def assert_ranks_share_it_bit_for_bit(rig: Rig, edited: ControlledEdit) -> None:
+    """What the edit's ControlNet adds to a step is the same on one rank, two and three: to all rows, to the first
+    alone, and where a few tokens are active. edited: its pictures are for one ControlNet.
+    """
+    rig.do(edited.encode_plan())
+    item, controls = edited.control_item(0), edited.controls
+    assert isinstance(item.work, ControlStep)
+    net = rig.models.controlnets.nets["tiny"][controls[0].net]
+    with torch.inference_mode():
+        inputs = StepInputs(rig.runner._context, item, item.work.step)
+        rows = inputs.bare_rows()
+        shown = [
+            Shown(net.embed(picture, each.mode), each.mode, each.scale)
+            for picture, each in zip(inputs.controls, controls, strict=True)
+        ]
+        active = torch.tensor([2, 3, 5, 6, 7, 9])
+        left, top, right, bottom = around(active, rows[0].grid[1])
+        masked = [replace(row, active=active, box=(left, top, right, bottom)) for row in rows]
+        groups = ThreadGroups(3)
+
+        def made(rows: Sequence[Row], group: Group | None = None) -> list[torch.Tensor]:
+            return [tensor for some in net.residuals(rows, shown, group).series for tensor in some]
+
+        for some in (rows, rows[:1], masked, masked[:1]):
+            alone = made(some)
+            for degree in (2, 3):
+                for shared in groups.run(partial(made, some), range(degree)):
+                    assert len(shared) == len(alone)
+                    assert all(map(torch.equal, alone, shared))
     for free in edited.edit.decode_plan().free:
         rig.store.free(free.key)
 

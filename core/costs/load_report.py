@@ -103,9 +103,9 @@ be loaded when they were asked for last. quarantined: their batches have ended r
 unloaded: they are loaded when a request needs them."""
 
 
-WeightsKind = Literal["model", "segmenter", "class"]
-"""Whose weights: of a model, of a model's segmenter, which only requests need whose mask is to be found and which the
-model's own do not include, or of a user's class."""
+WeightsKind = Literal["model", "segmenter", "controlnet", "class"]
+"""Whose weights: of a model; of a model's segmenter, or one of its ControlNets, which only requests need that use them
+and which the model's own do not include; or of a user's class."""
 
 
 class ModelLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -116,6 +116,7 @@ class ModelLoad(msgspec.Struct, frozen=True, array_like=True):
     state: ModelState  # loading: or about to be, because a request waits for them
     # loaded: 0. loading: until they are loaded. Else: what loading them adds to LoadReport.load_seconds; above 0.
     seconds: float
+    controlnet: str = ""  # its name, if they are of one
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -113,7 +113,9 @@ class Op:
     pages: PageUse = "none"
     literals: tuple[str, ...] = ()  # constants that a workflow may give to its nodes
     begins_region: bool = False  # its nodes make the first values of a region
-    serves_step: bool = False  # its nodes that repeat work for a step of their region, and count as none themselves
+    # Its nodes that repeat work for a step of their region, and count as none themselves. They may be sent to a rank
+    # that lacks their inputs: it waits until other ranks have sent them.
+    serves_step: bool = False
     makes_result: bool = False  # its nodes make results of requests, or show them on the way
     costs_as: str = ""  # name of the op whose cost line also predicts this one; "": it has a line of its own
 

@@ -122,7 +122,7 @@ class ModelMap:
             self._asked[engine].discard(weights)
 
     def _take(self, engine: int, load: ModelLoad, now: float) -> None:
-        weights = Weights(load.name, load.kind)
+        weights = Weights(load.name, load.kind, load.controlnet)
         places = self._places.get(weights)
         if places is None:
             places = self._places[weights] = _Places(self._num_engines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -104,7 +104,7 @@ class RequestShape:
             denoiser=info.name if workflow.paged is None else _player(info, workflow.paged),
             loops=loops_of(workflow, info, request.rounds, tokens_of),
             encodings=encodings_of(workflow, info, tokens_of, spec.inputs),
-            needed=_needed(workflow, request.model),
+            needed=_needed(workflow, request.model, spec.controlnets),
             controlnets=spec.controlnets,
             num_controls=len(spec.controls),
             steered=steered_of(workflow, info, request.rounds, spec.controls, tokens_of),
@@ -240,11 +240,12 @@ def _is_run(node: Node) -> bool:
     return op_of(node).has_own_ports
 
 
-def _needed(workflow: Workflow, model: str) -> tuple[Weights, ...]:
-    """What has to be loaded for requests of a model; "": of none."""
+def _needed(workflow: Workflow, model: str, controlnets: Iterable[str] = ()) -> tuple[Weights, ...]:
+    """What has to be loaded for requests of a model, "": of none, that use these of its ControlNets."""
     kinds = sorted({_weights_kind(node) for node in workflow.nodes if not _is_run(node)})
     classes = dict.fromkeys(Weights(role_of(node), "class") for node in workflow.nodes if _is_run(node))
-    return (*(Weights(model, kind) for kind in kinds), *classes)
+    nets = (Weights(model, "controlnet", name) for name in controlnets)
+    return (*(Weights(model, kind) for kind in kinds), *nets, *classes)
 
 
 def _weights_kind(node: Node) -> WeightsKind:

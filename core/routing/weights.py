@@ -8,7 +8,8 @@ from core.costs.load_report import WeightsKind
 
 
 class Weights(NamedTuple):
-    """Those of a model, of its segmenter, or of a user's class."""
+    """Those of a model, of its segmenter or one of its ControlNets, or of a user's class."""
 
     name: str  # of the model or the class
     kind: WeightsKind = "model"
+    controlnet: str = ""  # its name, if they are of one

@@ -47,6 +47,13 @@ class GiveUp:
 
 
 @dataclass(frozen=True, slots=True)
+class AskAgain:
+    """Ask the policy again after so many seconds, although nothing may have come by then."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Loads:
     """What ranks are to load and drop now, and which waiting requests may begin."""
 
@@ -56,4 +63,4 @@ class Loads:
     again: float | None = None
 
 
-Decision = Dispatch | Fetch | CacheDispatch | GiveUp
+Decision = Dispatch | Fetch | CacheDispatch | GiveUp | AskAgain

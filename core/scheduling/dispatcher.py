@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 
 from core.failure import Failure
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.messages.worker import Batch, Delivery, Free, Item, StepPlan, Transfer
-from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch, GiveUp
+from core.scheduling.dispatch import AskAgain, CacheDispatch, Decision, Dispatch, Fetch, GiveUp
 from core.scheduling.node_cache import NO_PAGES, CacheOrders, NodeCache
 from core.scheduling.ops.request_op import request_op
 from core.scheduling.ranks.in_flight import Flight
@@ -36,6 +37,7 @@ class Dispatched:
     given_up: list[tuple[Request, Failure]] = field(default_factory=list)
     without_room: Request | None = None  # the first whose inputs could not be fetched, as the arena was full
     are_read_early: bool = False  # other nodes may begin before some of the sent ones end
+    again_after: float = inf  # seconds until another pass is due
 
     @property
     def ranks(self) -> set[int]:
@@ -98,6 +100,8 @@ class Dispatcher:
                     done.flights.append(self._dispatch_job(decision))
                 case GiveUp():
                     done.given_up.append((decision.request, decision.failure))
+                case AskAgain():
+                    done.again_after = min(done.again_after, decision.seconds)
         return done
 
     # ------------------------------------------------------------------------------------------------ requests
@@ -162,6 +166,8 @@ def check(decisions: Iterable[Decision], view: View) -> None:
                 names = _check_job(decision, view)
             case GiveUp():
                 names = _check_give_up(decision)
+            case AskAgain():
+                names = []
         for name in names:
             assert name not in seen, f"{name} is dispatched twice"
             seen.add(name)
@@ -177,7 +183,7 @@ def _check_dispatch(dispatch: Dispatch, view: View) -> list[tuple[str, str]]:
         assert (request.keys_of(node), node.op) == key, "a batch has one op and one set of components"
         assert node in view.ready(request), f"{node.name} of {request.id} is not ready"
         assert view.has_components(request, node, dispatch.ranks), f"{node.name} of {request.id} lacks its model"
-        assert view.inputs(request, node, dispatch.ranks).are_there, f"{node.name} of {request.id} lacks inputs"
+        assert view.can_read(request, node, dispatch.ranks), f"{node.name} of {request.id} lacks inputs"
     return [(request.id, node.name) for request, node in dispatch.items]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
+from math import inf
 
 import msgspec
 
@@ -105,6 +106,8 @@ class StepScheduler:
         self.ranks = Ranks(num_workers, residency)
         self._plan_seqs = count()
         self._now = 0.0  # of the last pass
+        self.next_pass = inf
+        """When a pass is due although nothing may have come, monotonic seconds; inf: none is."""
         self._dispatcher = Dispatcher(self.cache, self.values, self.ranks, self._predictor.op_seconds, count())
         self._checkpoints = Checkpoints(self.values)
         parts = self._requests, self.values, self.cache
@@ -295,6 +298,7 @@ class StepScheduler:
         if again and self._in_flight.has_busy and self._views.open_ranks <= self._passed_over:
             return None
         self._now = now
+        self.next_pass = self.next_pass if self.next_pass > now else inf
         plan, is_freed = self._run_pass(now)
         while plan is None and is_freed:
             plan, is_freed = self._run_pass(now)
@@ -316,6 +320,7 @@ class StepScheduler:
         view = self._views.view(now, self._passed_over, self._loads.startable)
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now) if view.open_ranks else (), view)
         self._passed_over = chosen.passed_over(view, self._passed_over)
+        self.next_pass = min(self.next_pass, now + chosen.again_after)
         self._note_sent(chosen.flights)
         self._endings.fail_each(chosen.given_up)
         chosen.transfers += self._checkpoints.transfers(chosen.ranks | view.idle_ranks)

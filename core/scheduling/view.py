@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from core.config import SchedulerConfig
 from core.graph.op import Op
@@ -22,6 +23,9 @@ from core.scheduling.requests.work_left import WorkLeft
 from core.scheduling.values.inputs import Inputs, find_inputs
 from core.scheduling.values.values import ValueTable
 
+LEAST_WAIT = 1e-4
+"""Seconds. It is not worth another pass to wait for less."""
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -32,6 +36,7 @@ class View:
     ranks: tuple[int, ...]  # live ranks, at least one, ascending
     open_ranks: frozenset[int]  # ranks that may be given work
     idle_ranks: frozenset[int]  # open ranks that have no work
+    may_be_ahead: bool  # ranks may be sent work before what it waits for is done
     max_step_tokens: int  # token budget of a step together with what is primed beside it
     _now: float
     _in_flight: InFlight
@@ -54,9 +59,9 @@ class View:
 
     def can_run(self, request: Request, node: Node, ranks: RankIds) -> bool:
         """Whether a ready node can be dispatched to these ranks now: they are open, and have its model's components,
-        its inputs and its pages."""
+        its inputs and its pages, or need not wait long for inputs (see `seconds_until_sent`)."""
         is_open = self.open_ranks.issuperset(ranks) and self.has_components(request, node, ranks)
-        return is_open and self.inputs(request, node, ranks).are_there and self.has_pages(request, node, ranks)
+        return is_open and not self.seconds_until_sent(request, node, ranks) and self.has_pages(request, node, ranks)
 
     @property
     def residency_version(self) -> int:
@@ -93,14 +98,44 @@ class View:
             found = self._inputs[key] = find_inputs(request, node, ranks, self._values)
         return found
 
+    def can_read(self, request: Request, node: Node, ranks: RankIds) -> bool:
+        """Whether these ranks can read all inputs of a ready node if it is sent to them now. What works for steps waits
+        for those that other ranks have, or make in batches that were sent: they send them.
+        """
+        inputs = self.inputs(request, node, ranks)
+        return inputs.are_there or (op_of(node).serves_step and inputs.senders is not None)
+
+    def seconds_until_sent(self, request: Request, node: Node, ranks: RankIds) -> float:
+        """Predicted time until a ready node may be sent to these ranks as far as its inputs are concerned; inf: not
+        before others answer. What works for steps may be sent when it is predicted to wait no longer for the ranks that
+        send it inputs than `max_ahead_ms`: so it begins as soon as they have them.
+        """
+        inputs = self.inputs(request, node, ranks)
+        if inputs.are_there:
+            return 0.0
+        if inputs.senders is None or not op_of(node).serves_step:
+            return inf
+        if inputs.awaited and not self.may_be_ahead:
+            return inf
+        return max(map(self._seconds_until_nearly_done, inputs.senders))
+
+    def _seconds_until_nearly_done(self, rank: int) -> float:
+        """Predicted time until a rank is done with its work within `max_ahead_ms`; inf: not before it answers."""
+        if rank in self._in_flight.idle_ranks:
+            return 0.0
+        left = self.seconds_left(rank)
+        if left is None or not self.may_be_ahead:
+            return inf
+        too_long = left - self.config.max_ahead_ms / 1e3
+        return too_long if too_long > LEAST_WAIT else 0.0
+
     def can_fetch(self, request: Request, node: Node, ranks: RankIds) -> bool:
-        """Whether only other ranks have inputs of a ready node, and for each input one of them is open."""
+        """Whether only other ranks have inputs of a ready node, and for each input one of them is open. What works for
+        steps is sent its inputs while it waits instead."""
+        if op_of(node).serves_step:
+            return False
         elsewhere = self.inputs(request, node, ranks).elsewhere
         return bool(elsewhere) and all(self._has_open_rank(key) for key in elsewhere)
-
-    def has_room(self, request: Request, node: Node, ranks: RankIds) -> bool:
-        """Whether the inputs of a ready node that only other ranks have find room on their way to these ranks."""
-        return self._values.has_room(self.inputs(request, node, ranks).elsewhere)
 
     def _has_open_rank(self, key: TensorKey) -> bool:
         value = self._values.get(key)
@@ -216,6 +251,7 @@ class ViewMaker:
             ranks=self.ranks.up,
             open_ranks=self.open_ranks - passed_over,
             idle_ranks=self._idle_ranks - passed_over,
+            may_be_ahead=self._may_be_ahead,
             max_step_tokens=self.step_limit.tokens,
             _now=now,
             _in_flight=self.in_flight,
@@ -233,7 +269,11 @@ class ViewMaker:
     @property
     def _nearly_idle_ranks(self) -> frozenset[int]:
         """Busy ranks that may be given work. They are nearly done, so that the round trip of a small step is hidden
-        behind their work, and new requests do not wait long. There are none while a preview is pending, because work
-        that is sent ahead would delay it.
+        behind their work, and new requests do not wait long.
         """
-        return frozenset() if self.requests.has_pending_previews else self.in_flight.nearly_idle_ranks
+        return self.in_flight.nearly_idle_ranks if self._may_be_ahead else frozenset()
+
+    @property
+    def _may_be_ahead(self) -> bool:
+        """Not while a preview is pending, because work that is sent ahead would delay it."""
+        return self.in_flight.max_plans > 1 and not self.requests.has_pending_previews

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from math import isinf
 from typing import NoReturn, Protocol
 
 from core.config import EngineConfig
@@ -88,6 +89,10 @@ class _ReportDue:
     """Sent by EngineCore to itself: changes that were not reported at once are to be reported now."""
 
 
+class _PassDue:
+    """Sent by EngineCore to itself: the scheduler has asked for a pass at this time."""
+
+
 class EngineCore:
     """`emit` sends a message to the API server and must not block. hang_seconds: see Watchdog."""
 
@@ -99,7 +104,7 @@ class EngineCore:
         trace: EngineTrace | None = None,
         hang_seconds: float = EngineConfig().hang_seconds,
     ) -> None:
-        self.mailbox: asyncio.Queue[ToEngine | FromWorker | RefusedRequest | _ReportDue] = asyncio.Queue()
+        self.mailbox: asyncio.Queue[ToEngine | FromWorker | RefusedRequest | _ReportDue | _PassDue] = asyncio.Queue()
         self._scheduler = scheduler
         self._executor = executor
         self._emit = emit
@@ -119,6 +124,7 @@ class EngineCore:
         self._num_running_reported = 0
         self._is_report_due = False
         self._next_report: asyncio.TimerHandle | None = None
+        self._next_pass: asyncio.TimerHandle | None = None
         self._stats_sent = -REPORT_SECONDS
 
     async def run(self) -> None:
@@ -137,8 +143,8 @@ class EngineCore:
                 self._tell()
         finally:
             self._watchdog.close()
-            if self._next_report is not None:
-                self._next_report.cancel()
+            for timer in filter(None, (self._next_report, self._next_pass)):
+                timer.cancel()
 
     def _step(self) -> None:
         plan = self._scheduler.schedule(time.monotonic())
@@ -152,6 +158,14 @@ class EngineCore:
             if not self._watchdog.is_watching(rank):
                 self._watchdog.expect(rank, busy.predicted, busy.allowed)
         self._unwatched.clear()
+        self._set_next_pass(self._scheduler.next_pass)
+
+    def _set_next_pass(self, at: float) -> None:
+        """Make a pass at this time of the loop's clock, which is the scheduler's; inf: none."""
+        if self._next_pass is not None:
+            self._next_pass.cancel()
+        loop = asyncio.get_running_loop()
+        self._next_pass = None if isinf(at) else loop.call_at(at, self.mailbox.put_nowait, _PassDue())
 
     def _note_answer(self, rank: int) -> None:
         self._watchdog.note_answer(rank)
@@ -205,8 +219,10 @@ class EngineCore:
         while not self.mailbox.empty():
             self._receive(self.mailbox.get_nowait())
 
-    def _receive(self, message: ToEngine | FromWorker | RefusedRequest | _ReportDue) -> None:
+    def _receive(self, message: ToEngine | FromWorker | RefusedRequest | _ReportDue | _PassDue) -> None:
         match message:
+            case _PassDue():
+                pass  # a pass follows whatever has come
             case _ReportDue():
                 self._is_report_due = True
             case RefusedRequest():

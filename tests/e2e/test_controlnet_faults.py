@@ -37,13 +37,13 @@ def inject(module, folder):
 
     residuals = FluxControlNet.residuals
 
-    def residuals_or_fault(self, rows, shown):
+    def residuals_or_fault(self, rows, shown, group=None):
         kind = os.path.basename(self.checkpoint.path)
         if kind == "raises":
             raise RuntimeError("injected")
         if kind == "deadly":
             os.kill(os.getpid(), signal.SIGKILL)
-        return residuals(self, rows, shown)
+        return residuals(self, rows, shown, group)
 
     FluxControlNet.residuals = residuals_or_fault
 """

@@ -182,6 +182,12 @@ def test_the_death_of_either_rank_changes_no_bit(beside: ImageEngine, alone: dic
         assert np.array_equal(alone[name], after), name
 
 
+def test_ranks_that_share_its_steps_change_no_bit(folder: Path, alone: dict[str, Pixels]) -> None:
+    with ImageEngine(models=models_in(folder)[:2], image_workers=1, workers_per_engine=2, degree=2) as shared:
+        for name in ("edges", "both", "masked", "flux", "flux masked"):
+            assert np.array_equal(pixels(shared, [EDITS[name]])[0], alone[name]), name
+
+
 @pytest.mark.parametrize("name", ["masked", "flux masked"])
 def test_a_masked_step_adds_what_an_exact_one_does(engine: ImageEngine, alone: dict[str, Pixels], name: str) -> None:
     """The error of a mask-aware edit is hardly larger with a ControlNet, which sees the box or the active tokens

@@ -67,6 +67,7 @@ CONTROLNET = RequestOp(
     size=_size,
     part="denoise",
     sharing="together",
+    parallel="sequence",
     inputs=(*DENOISE.inputs[:-1], Port("controls", "control pictures")),
     outputs=(Port("residuals", "residuals"),),
     pages="latents",

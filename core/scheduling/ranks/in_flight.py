@@ -108,7 +108,7 @@ class InFlight:
         """max_plans, max_seconds: a busy rank is nearly idle while it has fewer unanswered plans than this, and they
         are predicted to take less time than this.
         """
-        self._max_plans = max_plans
+        self.max_plans = max_plans
         self._max_seconds = max_seconds
         self._flights: dict[int, Flight] = {}  # batch id -> flight
         self.landed: list[Flight] = []  # answered by all their ranks, but not applied yet
@@ -256,4 +256,4 @@ class InFlight:
         (self._nearly_idle.add if self._is_nearly_idle(rank) else self._nearly_idle.discard)(rank)
 
     def _is_nearly_idle(self, rank: int) -> bool:
-        return 0 < len(self._awaited[rank]) < self._max_plans and self._seconds[rank] < self._max_seconds
+        return 0 < len(self._awaited[rank]) < self.max_plans and self._seconds[rank] < self._max_seconds

@@ -1,4 +1,4 @@
-"""LoadTimes: when the weights of each model and class could be used on one engine, for its router.
+"""LoadTimes: when the weights of each model, ControlNet and class could be used on one engine, for its router.
 
 What ranks are loading comes first, then what live requests lack, in the order in which they came, and then any other
 model. Each load is assumed to go to the set of ranks that ends it soonest. Which components are dropped for it, and
@@ -35,7 +35,7 @@ class LoadTimes:
         self._residency = residency
         self._bindings = bindings
         self._weights = tuple(_weights(bindings, residency))
-        self._told: dict[tuple[str, WeightsKind], ModelLoad] = {}  # (name, kind) -> as last reported
+        self._told: dict[_Name, ModelLoad] = {}  # as last reported
         self.seconds = 0.0  # until what requests lack is loaded, as last predicted
         self._seen: tuple[int, tuple[Needs, ...]] = -1, ()  # version of the residency, and what requests lacked then
 
@@ -47,31 +47,43 @@ class LoadTimes:
             return None, ()
         self._seen = residency.version, lacking
         forecast, states = _LoadForecast(residency, lacking), residency.states()
-        classes = {name: (self._bindings.keys(name, RUN_CLASS),) for name in self._bindings.classes}
-        self._told = {key: load for key, load in self._told.items() if key[1] != "class" or key[0] in classes}
+        classes: dict[_Name, Needs] = {
+            (name, "class", ""): (self._bindings.keys(name, RUN_CLASS),) for name in self._bindings.classes
+        }
+        self._told = {name: load for name, load in self._told.items() if load.kind != "class" or name in classes}
         found = (
-            ModelLoad(name, kind, *forecast.of(own, states[name] if kind == "model" else "unloaded"))
-            for name, kind, own in (*self._weights, *((name, "class", own) for name, own in classes.items()))
+            ModelLoad(name, kind, *forecast.of(own, states[name] if kind == "model" else "unloaded"), net)
+            for (name, kind, net), own in (*self._weights, *classes.items())
         )
         changed = tuple(load for load in found if not self._is_told(load))
-        self._told |= {(load.name, load.kind): load for load in changed}
+        self._told |= {_name(load): load for load in changed}
         self.seconds = forecast.seconds
         return forecast.seconds, changed
 
     def _is_told(self, load: ModelLoad) -> bool:
-        told = self._told.get((load.name, load.kind))
+        told = self._told.get(_name(load))
         if told is None or told.state != load.state:
             return False
         return abs(told.seconds - load.seconds) <= SAME * max(told.seconds, load.seconds)
 
 
-def _weights(bindings: Bindings, residency: Residency) -> Iterator[tuple[str, WeightsKind, Needs]]:
-    """(name, kind, what they consist of), of all models but adapters, and their segmenters."""
+_Name = tuple[str, WeightsKind, str]
+"""Of a model or class, kind, and name of a ControlNet, as a ModelLoad has them."""
+
+
+def _name(load: ModelLoad) -> _Name:
+    return load.name, load.kind, load.controlnet
+
+
+def _weights(bindings: Bindings, residency: Residency) -> Iterator[tuple[_Name, Needs]]:
+    """(name, what they consist of), of all models but adapters, their segmenters and ControlNets."""
     for name, info in bindings.models.items():
         if not info.parent:
-            yield name, "model", residency.needs_of(name)
+            yield (name, "model", ""), residency.needs_of(name)
             if info.segmenter:
-                yield name, "segmenter", (bindings.keys(name, "segmenter"),)
+                yield (name, "segmenter", ""), (bindings.keys(name, "segmenter"),)
+            for net in info.controlnets:
+                yield (name, "controlnet", net), (bindings.controlnets(name, (net,)),)
 
 
 class _LoadForecast:

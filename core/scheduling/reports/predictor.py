@@ -60,7 +60,7 @@ class Predictor:
 
     def key(self, keys: ModelKeys, op: Op, degree: int = 1) -> CostKey:
         """The key of an op with these components in the cost model. degree: ranks that compute it together; where each
-        of them computes all of it, as ControlNets of a step that they share, it takes as long as one alone."""
+        of them computes all of it, it takes as long as on one alone."""
         degree = 1 if op.parallel == "none" else degree
         found = self._keys.get((keys, op.name, degree))
         if found is None:

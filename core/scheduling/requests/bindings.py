@@ -101,10 +101,12 @@ class Bindings:
 
     def _keys_of(self, node: Node, model: str, controlnets: ControlNets) -> ModelKeys:
         component = op_of(node).component
-        if component != CONTROLNET:
-            return self.keys(model, component)
+        return self.controlnets(model, controlnets) if component == CONTROLNET else self.keys(model, component)
+
+    def controlnets(self, model: str, names: ControlNets) -> ModelKeys:
+        """Some of a model's ControlNets. names: in alphabetical order. Raises KeyError for an unknown one."""
         info = self.models[model]
-        facts = info.family, info.device, tuple(info.controlnets[name] for name in controlnets), 0.0
+        facts = info.family, info.device, tuple(info.controlnets[name] for name in names), 0.0
         return self._distinct.setdefault(facts, ModelKeys(*facts))
 
     @staticmethod

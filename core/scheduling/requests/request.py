@@ -21,7 +21,7 @@ from core.messages.specs.picture_spec import PictureSpec
 if TYPE_CHECKING:
     from core.costs.load_report import RequestLoad
     from core.graph.work import Work
-    from core.handles import ArrayRef, TensorKey, TensorRef
+    from core.handles import ArrayRef, RankIds, TensorKey, TensorRef
     from core.messages.canvas import Canvas
     from core.messages.engine import EngineRequest
     from core.messages.specs import Spec
@@ -293,6 +293,10 @@ class Request:
     def note_answer(self, node: Node) -> None:
         """Note that a node's oldest run in flight has been answered. To be called before progress is changed."""
         self.sent_to.pop((node.name, self.progress.done[node.name] + 1 if node.region else 0), None)
+
+    def ranks_running(self, node: Node) -> list[RankIds]:
+        """The ranks of each run of a node in flight."""
+        return [ranks for (name, _), ranks in self.sent_to.items() if name == node.name]
 
     def note_mask(self, num_active: int, score: float) -> None:
         """Note the mask that was found: how the request runs depends on it. num_active: its active tokens."""

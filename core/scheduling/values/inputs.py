@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from core.graph.workflow import Edge, Node
+from core.graph.workflow import Edge, Node, op_of
 from core.handles import RankIds, TensorKey, TensorRef
 from core.messages.worker import Batch, Delivery, Item
 from core.scheduling.requests.request import Request
@@ -21,6 +21,8 @@ class Inputs:
 
     awaited: tuple[TensorKey, ...] = ()  # values that are on their way, or that other ranks are still to make
     elsewhere: tuple[TensorKey, ...] = ()  # values that only other ranks have, and that are not in shared memory
+    # The ranks that can send all of these while the node waits for them; None: some are nowhere yet.
+    senders: frozenset[int] | None = frozenset()
 
     @property
     def are_there(self) -> bool:
@@ -40,15 +42,24 @@ def find_inputs(request: Request, node: Node, ranks: RankIds, values: ValueTable
     edges = edges_read(request.progress, reads.of_round if is_fixed_there else node.inputs)
     edges = [edge for edge in edges if not edge.deferred]
     round_ = request.progress.round_of(node)
-    awaited, elsewhere = list[TensorKey](), list[TensorKey]()
+    awaited, elsewhere, holders = list[TensorKey](), list[TensorKey](), list[Collection[int]]()
     for key in {key_read(request.id, request.progress, node, edge, round_) for edge in edges}:
         value = values.get(key)
         if value is None:
-            if not _is_made(request, key) and not set(ranks) <= set(request.sent_to.get((key.node, key.version), ())):
+            makers = request.sent_to.get((key.node, key.version), ())
+            if not _is_made(request, key) and not set(ranks) <= set(makers):
                 awaited.append(key)
+                holders.append(makers)
         elif not value.ranks.issuperset(ranks) and value.exported is None:
             (awaited if value.is_moving else elsewhere).append(key)
-    return Inputs(tuple(awaited), tuple(elsewhere))
+            holders.append(value.ranks)
+    senders = frozenset(map(_sender, holders)) if all(holders) else None
+    return Inputs(tuple(awaited), tuple(elsewhere), senders)
+
+
+def _sender(holders: Iterable[int]) -> int:
+    """Which of the ranks that have a value, or will have it, sends it to another. holders: at least one."""
+    return min(holders)
 
 
 def _is_at_home(request: Request, ranks: RankIds) -> bool:
@@ -110,7 +121,8 @@ def _refs(
 
 def _ref(request: Request, node: Node, edge: Edge, round_: int, ranks: RankIds, values: ValueTable) -> TensorRef:
     """Reference to a value that the ranks have, that an earlier batch of theirs will make, that is in shared memory, or
-    that another rank sends while the node runs. The producer may turn out to make none: a sampler may have no state.
+    that another rank sends while the node runs, or waits for it. The producer may turn out to make none: a sampler may
+    have no state.
     """
     key = key_read(request.id, request.progress, node, edge, round_)
     value = values.get(key)
@@ -119,6 +131,6 @@ def _ref(request: Request, node: Node, edge: Edge, round_: int, ranks: RankIds, 
         return TensorRef(key, ranks[0], port=edge.port)
     if value is not None and value.exported is not None:
         return msgspec.structs.replace(value.ref, handle=value.exported, port=edge.port)
-    if edge.deferred:
-        return TensorRef(key, min(holders), port=edge.port, is_deferred=True)
+    if edge.deferred or op_of(node).serves_step:
+        return TensorRef(key, _sender(holders), port=edge.port, is_deferred=True)
     raise AssertionError(f"{node.name} of {request.id} cannot read {key} on {ranks}")

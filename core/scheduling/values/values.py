@@ -155,15 +155,6 @@ class ValueTable:
         pairs = zip(values, places, strict=True)
         return [self._begin_move(value, place, min(value.ranks & ranks)) for value, place in pairs]
 
-    def has_room(self, keys: Sequence[TensorKey]) -> bool:
-        """Whether `move` would find room for these values."""
-        sizes = _sizes(self._not_in_arena(keys))
-        places = self._allocate(sizes, leave=0)
-        if places is None:
-            return False
-        self._take_back(places, sizes)
-        return True
-
     def end_move(self, key: TensorKey) -> None:
         """Note that a value has arrived in shared memory. It is freed if its last reader is done meanwhile."""
         value = self._values[key.request_id][key]

@@ -19,6 +19,7 @@ class ControlRow(Row):
     control: Tensor  # [tokens, latent width], latents of the control picture
     tokens: Tensor | None  # int64 [tokens], their numbers in the picture; None: all
     mode: int | None
+    text: slice  # the text tokens that are computed, of all with the mode's before them
 
     @classmethod
     def of(cls, row: Row, shown: Shown) -> ControlRow:
@@ -26,4 +27,5 @@ class ControlRow(Row):
         own: dict[str, Any] = {field.name: getattr(row, field.name) for field in fields(Row)}
         own |= {"latents": select(row.latents, row.active), "active": None, "box": None}
         own |= {"full_blocks": (), "patches": ()}
-        return cls(**own, control=select(shown.embedded[0], row.active), tokens=row.active, mode=shown.mode)
+        own |= {"control": select(shown.embedded[0], row.active), "tokens": row.active}
+        return cls(**own, mode=shown.mode, text=slice(None))

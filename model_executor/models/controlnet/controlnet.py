@@ -14,6 +14,8 @@ from core.errors import ConfigError
 from model_executor.checkpoint.loader import CONTROLNET_PART, ModelCheckpoint
 from model_executor.models.base import Row, SteeredModel
 from model_executor.models.controlnet.residuals import Residuals
+from model_executor.parallel.group import Group
+from model_executor.parallel.rows import are_even, balanced, num_computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,24 @@ class ControlNet(ABC):
     def embed(self, control: Tensor, mode: int | None) -> tuple[Tensor, ...]:
         """What all steps of a run see of a control picture. control: as `Family.encode_control` returns it."""
 
-    @abstractmethod
-    def residuals(self, rows: Sequence[Row], shown: Sequence[Shown]) -> Residuals:
+    def residuals(self, rows: Sequence[Row], shown: Sequence[Shown], group: Group | None = None) -> Residuals:
         """What a step adds, for these control pictures together. rows: of one request; they have neither pages nor what
-        their denoiser has made for all steps. shown: at least one, and one with another scale than 0."""
+        their denoiser has made for all steps. shown: at least one, and one with another scale than 0. group: of ranks
+        that compute it together, by rows where that is fair. All of them call this alike and get the same tensors.
+        Raises GroupBrokenError, perhaps while tensors are taken.
+        """
+        if group is None or not (self._is_row_invariant and are_even(rows, group.degree)):
+            return self._residuals(rows, shown, group)
+        spans = balanced(list(map(num_computed, rows)), group.degree)
+        own = self._residuals(rows[slice(*spans[group.me])], shown, None)
+        lengths = [stop - start for start, stop in spans]
+        return Residuals(own.places, ([group.gather(tensor, lengths) for tensor in some] for some in own.made))
+
+    @property
+    def _is_row_invariant(self) -> bool:
+        """Whether a row's tensors are the same bit for bit whichever rows are computed with it."""
+        return True
+
+    @abstractmethod
+    def _residuals(self, rows: Sequence[Row], shown: Sequence[Shown], group: Group | None) -> Residuals:
+        """As `residuals`. group: of ranks that do not compute it by rows."""

@@ -15,6 +15,7 @@ from model_executor.models.controlnet.residuals import NOTHING
 from model_executor.models.controlnet.transformer_controlnet import ControlTransformer, TransformerControlNet
 from model_executor.models.latents import PATCH
 from model_executor.models.transformer.blocks import Block, RowSource
+from model_executor.models.transformer.denoiser import select
 from model_executor.models.transformer.flux_transformer import FluxTransformer
 from model_executor.patches.batch_patches import Where
 
@@ -32,10 +33,10 @@ class FluxControlTransformer(ControlTransformer, FluxTransformer):
     def _embed(
         self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing, where: Where
     ) -> Tensor:
-        mine = [row for row in rows if isinstance(row, ControlRow)]
-        control = self._control_in(together([row.control for row in mine]), ())
-        image = self._image_in(together([row.latents for row in mine]), ()) + control
-        text = [self._with_mode(row, self._text_in(row.prompt_embeds, ())) for row in mine]
+        mine = [(row, own) for row, own in zip(rows, computed, strict=True) if isinstance(row, ControlRow)]
+        control = self._control_in(together([select(row.control, own) for row, own in mine]), ())
+        image = self._image_in(together([select(row.latents, own) for row, own in mine]), ()) + control
+        text = [self._with_mode(row, self._text_in(row.prompt_embeds, ()))[row.text] for row, _ in mine]
         return packing.join(together(text), image)
 
     def _with_mode(self, row: ControlRow, text: Tensor) -> Tensor:
@@ -52,9 +53,8 @@ class FluxControlTransformer(ControlTransformer, FluxTransformer):
     def _rotary(self, row: Row | PrimeRow, source: RowSource) -> list[Tensor]:
         assert isinstance(row, ControlRow)
         table = self._rotary_table(source.text_tokens, (row.grid,))
-        if row.tokens is None:
-            return [table]
-        return [table[: source.text_tokens], table[source.text_tokens :][row.tokens]]
+        image = select(table[source.text_tokens :], row.tokens)
+        return [table[: source.text_tokens][source.text], select(image, source.computed(0))]
 
 
 class FluxControlNet(TransformerControlNet):

@@ -34,11 +34,11 @@ class Sd3ControlTransformer(ControlTransformer, SD3Transformer):
     def _embed(
         self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing, where: Where
     ) -> Tensor:
-        mine = [row for row in rows if isinstance(row, ControlRow)]
-        positions = together([select(self._positions(row.grid), row.tokens) for row in mine])
-        image = self._image_in(together([row.latents for row in mine]), ())
-        control = self._control_in(together([row.control for row in mine]), ())
-        text = self._text_in(together([row.prompt_embeds for row in mine]), ())
+        mine = [(row, own) for row, own in zip(rows, computed, strict=True) if isinstance(row, ControlRow)]
+        positions = together([select(select(self._positions(row.grid), row.tokens), own) for row, own in mine])
+        image = self._image_in(together([select(row.latents, own) for row, own in mine]), ())
+        control = self._control_in(together([select(row.control, own) for row, own in mine]), ())
+        text = self._text_in(together([row.prompt_embeds[row.text] for row, _ in mine]), ())
         return packing.join(text, (image + positions).to(image.dtype) + control)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import add
 from typing import ClassVar
@@ -20,8 +21,10 @@ from model_executor.models.base import Row
 from model_executor.models.controlnet.control_row import ControlRow
 from model_executor.models.controlnet.controlnet import ControlNet, Shown
 from model_executor.models.controlnet.residuals import Residuals
-from model_executor.models.transformer.blocks import Modulation
+from model_executor.models.transformer.blocks import Modulation, Stream
 from model_executor.models.transformer.denoiser import Denoiser
+from model_executor.models.transformer.sequence import Shard, Team
+from model_executor.parallel.group import Group
 
 
 class ControlTransformer(Denoiser):
@@ -36,13 +39,25 @@ class ControlTransformer(Denoiser):
     def _layers_behind(self) -> Sequence[nn.Module]:
         """The layer behind each block."""
 
-    def samples(self, rows: Sequence[ControlRow]) -> Iterator[Tensor]:
-        """What each block gives, [rows, tokens, hidden], as soon as it has run. rows: of one request."""
-        stream = self._start(rows, [self._edit_source(row) for row in rows])
+    def samples(self, rows: Sequence[ControlRow], group: Group | None) -> Iterator[Tensor]:
+        """What each block gives, [rows, tokens, hidden], as soon as it has run. rows: of one request. group: of ranks
+        that compute the tokens together."""
+        sources = [self._edit_source(row) for row in rows]
+        if group is None:
+            yield from self._samples(self._start(rows, sources), len(rows))
+            return
+        shards = [Shard(source, group, self._device) for source in sources]
+        parts = [replace(row, text=shard.text) for row, shard in zip(rows, shards, strict=True)]
+        stream = self._start(parts, shards, Team(group, self._shares(group)))
+        for sample in self._samples(stream, len(rows)):
+            yield group.gather(sample.transpose(0, 1), shards[0].final_lengths()).transpose(0, 1)
+
+    def _samples(self, stream: Stream, num_rows: int) -> Iterator[Tensor]:
+        """As `samples`, of the tokens of a stream."""
         for number, block in enumerate(self._blocks):
             block.run(stream, number)
             image = gather(stream.hidden, stream.packing.joint_image)
-            yield self._outs[number](image, ()).view(len(rows), -1, image.shape[1])
+            yield self._outs[number](image, ()).view(num_rows, -1, image.shape[1])
 
 
 class TransformerControlNet(ControlNet):
@@ -91,12 +106,12 @@ class TransformerControlNet(ControlNet):
         """control: [image tokens, latent width], which steps see as it is."""
         return (control,)
 
-    def residuals(self, rows: Sequence[Row], shown: Sequence[Shown]) -> Residuals:
-        return reduce(add, (self._of_one(rows, each) for each in shown if each.scale))
+    def _residuals(self, rows: Sequence[Row], shown: Sequence[Shown], group: Group | None) -> Residuals:
+        return reduce(add, (self._of_one(rows, each, group) for each in shown if each.scale))
 
-    def _of_one(self, rows: Sequence[Row], shown: Shown) -> Residuals:
+    def _of_one(self, rows: Sequence[Row], shown: Shown, group: Group | None) -> Residuals:
         transformer: ControlTransformer = self._module
-        samples = transformer.samples([self._row(row, shown) for row in rows])
+        samples = transformer.samples([self._row(row, shown) for row in rows], group)
         return Residuals(self._places, ((sample * shown.scale,) for sample in samples))
 
     def _row(self, row: Row, shown: Shown) -> ControlRow:

@@ -20,6 +20,7 @@ from model_executor.models.latents import unpack
 from model_executor.models.unet.control_box import control_box
 from model_executor.models.unet.unet_blocks import TOKEN_SIDE
 from model_executor.models.unet.unet_conditions import UnetConditions, texts
+from model_executor.parallel.group import Group
 
 ALIKE = (
     *("block_out_channels", "layers_per_block", "cross_attention_dim"),
@@ -98,7 +99,13 @@ class UnetControlNet(ControlNet):
         embedded: Tensor = self._embedding(control.flip(1) if is_turned else control)
         return (embedded,)
 
-    def residuals(self, rows: Sequence[Row], shown: Sequence[Shown]) -> Residuals:
+    @property
+    def _is_row_invariant(self) -> bool:
+        """On a GPU the rows of a request share a pass even where nothing else does."""
+        return not self.checkpoint.batch_invariant
+
+    def _residuals(self, rows: Sequence[Row], shown: Sequence[Shown], group: Group | None) -> Residuals:
+        """Each rank of a group computes all of it: convolutions have no tokens to share."""
         box = control_box(rows[0], self._num_levels)
         latents = _within(torch.cat([unpack(row.latents, row.grid, TOKEN_SIDE) for row in rows]), box)
         return self._maps(rows, latents, [(_within(each.embedded[0], box), each) for each in shown])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from types import MappingProxyType
 
@@ -113,7 +113,8 @@ class WorkerContext:
     def read_series(self, ref: TensorRef) -> tuple[Tensor, ...]:
         """The same for a series; () if there is none."""
         if ref.is_deferred:
-            self.exchange.wait(ref.key)
+            with suppress(MissingValueError):  # a sampler may have no state to send
+                self.exchange.wait(ref.key)
         return self.store.resolve_series(ref)
 
     def read_parts(self, ref: TensorRef) -> Callable[[int], Tensor]:

@@ -158,18 +158,17 @@ class TensorStore:
         return self._tensors_of(torch.from_numpy(there), ref.parts)
 
     def _copies(self, handle: ArrayRef, parts: Parts) -> tuple[Tensor, ...]:
-        """Tensors from shared memory, whose place other values take later. Each has memory of its own, since torch
-        takes the state of a generator from the beginning of a tensor's memory.
-        """
+        """Tensors from shared memory, whose place other values take later."""
         return self._tensors_of(torch.from_numpy(self._arena.view(handle)), parts, are_copied=True)
 
     def _tensors_of(self, source: Tensor, parts: Parts, *, are_copied: bool = False) -> tuple[Tensor, ...]:
+        """A generator's state, of bytes, has memory of its own: torch takes it from the beginning of that."""
         tensors, start = list[Tensor](), 0
         for name, shape, is_in_host_memory in parts:
             dtype: torch.dtype = getattr(torch, name)
             nbytes = prod(shape) * dtype.itemsize
             memory = source[start : start + nbytes]
-            tensor = (memory.clone() if are_copied else memory).view(dtype).view(shape)
+            tensor = (memory.clone() if are_copied or dtype == torch.uint8 else memory).view(dtype).view(shape)
             tensors.append(tensor if is_in_host_memory else tensor.to(self.device))
             start += _padded(nbytes)
         return tuple(tensors)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import isinf
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,11 +20,22 @@ from core.graph.catalog import CONTROLLED, WORKFLOWS
 from core.graph.work import Work
 from core.handles import LoadedComponent, ModelKey
 from core.messages.engine import EngineRequest, Failed, Finished
-from core.messages.worker import Batch, BatchResult, CostSample, Item, ModelFailed, ModelLoaded, TransferDone
+from core.messages.worker import (
+    Batch,
+    BatchResult,
+    CostSample,
+    Delivery,
+    Item,
+    ModelFailed,
+    ModelLoaded,
+    StepPlan,
+    Transfer,
+    TransferDone,
+)
 from core.routing.fleet import Fleet
 from core.routing.request_shape import RequestShape
+from core.routing.weights import Weights
 from core.scheduling.ops.controlnet import ControlStep, ControlUse
-from core.scheduling.policies.planner.groups import Predictions
 from core.scheduling.scheduler import StepScheduler
 from core.scheduling.values.values import ValueTable
 
@@ -57,7 +70,8 @@ class Rig:
         self.scheduler.learn((), [(rank, self.loaded) for rank in range(num_ranks)])
         self.workers, self.batches, self.outputs = FakeWorkers(num_ranks), list[Batch](), list[object]()
         self.seconds: dict[str, float] = {}  # op -> how long its batches take, where that matters
-        self.num_deliveries = 0
+        self.deliveries = list[Delivery]()
+        self.transfers = list[Transfer]()
         self.num_together = 0  # steps that were sent while their ControlNets ran
 
     def run(self, happens: Callable[[], object] = lambda: None) -> None:
@@ -67,9 +81,11 @@ class Rig:
             while (plan := self.scheduler.schedule(0.0)) is not None:
                 idle = False
                 self.batches += plan.batches
-                self.num_deliveries += len(plan.deliveries)
-                flights = {item.node for flight in self.scheduler._in_flight.flights for item in flight.batch.items}
-                self.num_together += {"controlnet", "denoise"} <= flights
+                self.deliveries += plan.deliveries
+                self.transfers += plan.transfers
+                running = self.runs(flight.batch for flight in self.scheduler._in_flight.flights)
+                steps = {(name, version) for name, node, version in self.runs(plan.batches) if node == "denoise"}
+                self.num_together += sum((name, "controlnet", version) in running for name, version in steps)
                 self.workers.submit(plan)
             for rank in self.scheduler.ranks.up:
                 num_plans = len(self.workers.queues[rank])
@@ -84,6 +100,14 @@ class Rig:
             return result
         op = next(batch.op for batch in self.batches if batch.id == result.batch_id)
         return msgspec.structs.replace(result, seconds=self.seconds.get(op, result.seconds))
+
+    @staticmethod
+    def runs(batches: Iterable[Batch]) -> set[tuple[str, str, int]]:
+        return {(item.request_id, item.node, item.version) for batch in batches for item in batch.items}
+
+    def sent(self, name: str) -> int:
+        """How many values of this name ranks were to send each other."""
+        return sum(each.key.name == name for each in self.deliveries)
 
     def ranks(self, op: str) -> list[int]:
         """Of the last batches of this op, as many as one request has."""
@@ -210,12 +234,14 @@ def test_a_controlnet_runs_beside_its_step_where_that_pays(seconds_of_two: float
     samples = [CostSample("m", "transformer", "denoise", Work.of([280]), 0.06, is_profile=True)]
     rig.scheduler.learn([*samples, CostSample("m", "transformer", "denoise", Work.of([280] * 2), seconds_of_two, True)])
     of_four_steps(rig, "a")
-    rig.num_deliveries = rig.num_together = 0
+    rig.deliveries.clear()
+    rig.num_together = 0
     of_four_steps(rig, "b")
     assert rig.num_together == 4
     (home,), (beside,) = map(set, (rig.ranks("denoise"), rig.ranks("controlnet")))
     assert home != beside
-    assert rig.num_deliveries == 4
+    assert rig.sent("residuals") == rig.sent("latents") == 4
+    assert rig.sent("prompt_embeds") == 1, "the rank keeps what all rounds read"
     residuals = [ref for item in rig.works("denoise")[-4:] for ref in item.inputs if ref.key.name == "residuals"]
     assert all(ref.is_deferred and ref.rank == beside for ref in residuals)
     rig.scheduler.check_integrity()
@@ -228,48 +254,117 @@ def test_one_that_takes_little_runs_where_its_step_does() -> None:
     of_four_steps(rig, "a")
     of_four_steps(rig, "b")
     assert rig.ranks("controlnet") == rig.ranks("denoise")
-    assert not rig.num_deliveries
+    assert not rig.deliveries
 
 
 def test_no_controlnet_is_beside_where_others_make_steps() -> None:
     rig = Rig(num_ranks=2)
     of_four_steps(rig, "a", "b")
-    rig.num_deliveries = 0
+    rig.deliveries.clear()
     of_four_steps(rig, "c", "d")
     assert {batch.ranks for batch in rig.batches if batch.op == "denoise"} == {(0,), (1,)}
-    assert not rig.num_deliveries
+    assert not rig.deliveries
 
 
-def test_a_step_whose_controlnets_take_long_is_not_shared_while_others_wait() -> None:
-    """Each of the ranks that share a step computes its ControlNets."""
-
-    def efficient_degree(seconds: float) -> int:
-        rig = Rig(num_ranks=2)
-        rig.seconds = {"controlnet": seconds, "denoise": 0.06}
-        samples = [
-            CostSample("m", "transformer", "denoise", Work.of([280] * number), 0.06 * number / degree, True, degree)
-            for degree in (1, 2)
-            for number in (1, 2)
-        ]
-        rig.scheduler.learn(samples)
-        of_four_steps(rig, "a")
-        rig.scheduler.add(controlled(make_edit("b", steps=4), EDGES))
-        view, (request,) = rig.scheduler._views.view(0.0), rig.scheduler._requests
-        return Predictions().of(view, request).efficient
-
-    assert [efficient_degree(seconds) for seconds in (0.0001, 0.03)] == [2, 1]
-
-
-@pytest.mark.parametrize("num_bytes", [0, 256])  # for none of the inputs, for some
-def test_without_room_for_what_it_reads_a_controlnet_runs_where_its_step_does(num_bytes: int) -> None:
+def test_a_controlnet_beside_needs_no_room_in_the_arena() -> None:
+    """What it reads goes from rank to rank."""
     rig = Rig(num_ranks=2)
     of_four_steps(rig, "a")
-    rig.scheduler.values._space = ValueTable(num_bytes)._space
+    rig.scheduler.values._space = ValueTable(0)._space
+    rig.deliveries.clear()
     of_four_steps(rig, "b")
     assert [type(each) for each in rig.outputs] == [Finished] * 2
-    assert rig.ranks("controlnet") == rig.ranks("denoise")
+    assert rig.sent("latents") == 4
+    assert not rig.transfers
     rig.scheduler.check_integrity()
     rig.workers.check_is_empty()
+
+
+class Watched:
+    """An edit with its ControlNet on rank 1, on a clock. Its first step, on rank 0, has begun at 0 s: it is predicted
+    to take 60 ms, its ControlNet 20 ms.
+    """
+
+    def __init__(self, **wishes: Any) -> None:
+        self.rig = rig = Rig(num_ranks=2)
+        rig.seconds = {"controlnet": 0.02, "denoise": 0.06}
+        for name in "kn":  # what all takes is known then
+            of_four_steps(rig, name)
+        rig.scheduler.add(controlled(make_edit("a", steps=4, **wishes), EDGES))
+        while not (first := {run for run in self.runs(self.plans(0.0)) if run[0] == "denoise"}):
+            for rank in (0, 1):
+                self.answer(rank, 0.0, 0.0)
+        assert first == {("denoise", 1, (0,))}
+        assert not rig.workers.run_one(0), "it has sent what the ControlNet reads"
+
+    def plans(self, now: float) -> list[StepPlan]:
+        """All that the scheduler sends now."""
+        found = list[StepPlan]()
+        while (plan := self.rig.scheduler.schedule(now, again=bool(found))) is not None:
+            self.rig.workers.submit(plan)
+            found.append(plan)
+        return found
+
+    def answer(self, rank: int, started: float, seconds: float) -> None:
+        for _ in range(len(self.rig.workers.queues[rank])):
+            for result in self.rig.workers.run_one(rank):
+                if isinstance(result, BatchResult):
+                    result = msgspec.structs.replace(result, started=started, seconds=seconds)
+                apply(self.rig.scheduler, result)
+
+    def runs(self, plans: Iterable[StepPlan]) -> set[tuple[str, int, tuple[int, ...]]]:
+        """(node, version, ranks)"""
+        batches = (batch for plan in plans for batch in plan.batches)
+        return {(item.node, item.version, batch.ranks) for batch in batches for item in batch.items}
+
+
+def test_the_next_round_of_a_controlnet_is_sent_before_the_step_that_it_reads_is_done() -> None:
+    """So that it waits for no round trip of the engine: the step's rank sends it the latents. But not so early that its
+    rank, where other work may come, would wait for long."""
+    watched = Watched()
+    scheduler = watched.rig.scheduler
+    watched.answer(1, 0.0, 0.02)
+    assert not watched.plans(0.02)
+    assert scheduler.next_pass == pytest.approx(0.05, abs=0.002)
+    plans = watched.plans(scheduler.next_pass)
+    assert watched.runs(plans) == {("controlnet", 2, (1,))}
+    sent = {(each.key.name, each.key.version, each.source, each.target) for each in plans[0].deliveries}
+    assert sent == {("latents", 1, 0, 1), ("sampler", 1, 0, 1)}
+    assert not watched.rig.workers.run_one(1), "it waits for them"
+    watched.answer(0, 0.0, 0.06)
+    assert [type(each) for each in watched.rig.workers.run_one(1)] == [BatchResult], "which have come from the rank"
+    scheduler.check_integrity()
+
+
+def test_without_a_pass_in_time_it_is_sent_with_the_answer() -> None:
+    watched = Watched()
+    watched.answer(1, 0.0, 0.02)
+    watched.answer(0, 0.0, 0.03)  # sooner than predicted
+    plans = watched.plans(0.03)
+    assert watched.runs(plans) == {("controlnet", 2, (1,)), ("denoise", 2, (0,))}
+    assert {each.key.name for each in plans[0].deliveries} == {"latents", "sampler"}
+    assert not any(plan.transfers for plan in plans), "nothing waits for a copy in shared memory"
+
+
+def test_while_a_partial_image_is_due_no_controlnet_is_sent_ahead() -> None:
+    watched = Watched(partial_images=3)
+    watched.answer(1, 0.0, 0.02)
+    assert not watched.plans(0.055)
+    assert isinf(watched.rig.scheduler.next_pass)
+
+
+def test_a_step_that_fails_fails_the_controlnet_that_waits_for_it() -> None:
+    watched = Watched()
+    watched.answer(1, 0.0, 0.02)
+    assert watched.plans(0.055)
+    watched.rig.workers.fail.add("a")
+    watched.answer(0, 0.0, 0.06)
+    watched.answer(1, 0.06, 0.02)
+    assert not watched.runs(watched.plans(0.08))
+    failed = watched.rig.scheduler.take_outputs()[-1]
+    assert isinstance(failed, Failed)
+    assert failed.failure.message == "told to"
+    watched.rig.scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("op", ["controlnet", "denoise"])
@@ -293,7 +388,7 @@ def test_a_request_survives_the_death_of_either_rank(round_: int, op: str) -> No
     rig.run(die)
     assert dead
     assert isinstance(rig.outputs[-1], Finished)
-    assert rig.num_deliveries
+    assert rig.deliveries
     rig.scheduler.check_integrity()
 
 
@@ -325,6 +420,19 @@ def test_routing_counts_what_its_controlnets_take() -> None:
     beside = [fleet.step_seconds(shape) - own for shape in (twice, half, free)]
     assert beside == pytest.approx([pass_of(2), pass_of(1) / 2, 0.0])
     assert twice.num_steps == 4, "what works for a step is none itself"
+
+
+def test_routing_counts_what_loading_its_controlnets_takes() -> None:
+    """An engine that has them is as much nearer."""
+    shape = RequestShape.of_request(controlled(make_edit("a"), DEEP), MODELS["m"])
+    assert shape.needed == (Weights("m"), Weights("m", "controlnet", "depth"))
+    fleet = Fleet(2, 8)
+    for engine, loaded in enumerate((OWN, (*OWN, NETS["depth"]))):
+        fleet.observe(engine, Rig(loaded=loaded).scheduler.load_report(), 0.0)
+    wait = fleet.load_wait(shape, 0.0)
+    assert wait is not None
+    assert wait.seconds[0] > wait.seconds[1] == 0.0
+    assert fleet.load_wait(RequestShape.of_request(make_edit("b"), MODELS["m"]), 0.0) is None
 
 
 def test_every_workflow_with_prompts_has_one_with_controlnets() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -48,7 +48,10 @@ from core.messages.worker import (
     WorkerReady,
     WorkflowLoaded,
 )
+from core.scheduling.dispatch import AskAgain, Decision
+from core.scheduling.policies.planner.default import Default
 from core.scheduling.scheduler import StepScheduler
+from core.scheduling.view import View
 from engine.engine_core import engine_core
 from engine.engine_core.engine_core import EngineCore, RefusedRequest
 
@@ -161,6 +164,35 @@ async def test_a_workflow_is_answered_when_its_classes_are_loaded_or_cannot_be(
     core.mailbox.put_nowait(Drain())
     await running
     assert executor.told[-1] == (0, DropWorkflow("diamond@1"))
+
+
+class Late(Default):
+    """Asks again when it sees a request first, instead of giving work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes: list[float] = []
+
+    def choose(self, view: View, now: float) -> Sequence[Decision]:
+        if not list(view.requests.live()):
+            return ()
+        self.passes.append(now)
+        return (AskAgain(0.05),) if len(self.passes) == 1 else super().choose(view, now)
+
+
+async def test_a_pass_that_the_policy_asks_for_comes_although_nothing_else_does(
+    said: list[FromEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_core, "REPORT_SECONDS", 1e3)  # after a report there is a pass, too
+    executor, policy = Loopback(), Late()
+    scheduler = StepScheduler(SchedulerConfig(), {"m": MODEL}, policy=policy)
+    executor.core = core = EngineCore(scheduler, executor, said.append)
+    core.mailbox.put_nowait(make_edit("r", steps=1))
+    core.mailbox.put_nowait(Drain())
+    async with asyncio.timeout(10):
+        await core.run()
+    assert [type(output) for output in outputs(said)] == [Finished]
+    assert policy.passes[1] - policy.passes[0] >= 0.05
 
 
 async def test_it_serves_then_drains(core: EngineCore, said: list[FromEngine]) -> None:

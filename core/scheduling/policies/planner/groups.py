@@ -98,9 +98,7 @@ class Predictions:
         found = self._known.get(key)
         if found is None:
             speeds, work = self._speeds.of(view, request), view.work_left(request)
-            beside = _unshared_seconds(view, request)
-            whole = {degree: seconds + beside for degree, seconds in speeds.seconds.items()}
-            efficient, lossless = (_degree(whole, share) for share in (EFFICIENT, LOSSLESS))
+            efficient, lossless = (_degree(speeds.seconds, share) for share in (EFFICIENT, LOSSLESS))
             found = Prediction(
                 speeds.seconds,
                 efficient,
@@ -114,13 +112,6 @@ class Predictions:
             place = found.place_in_line(request, request.progress.steps_left, len(view.ranks))
             found = self._known[key] = replace(found, place=place)
         return found
-
-
-def _unshared_seconds(view: View, request: Request) -> float:
-    """Seconds of what works for a step, its ControlNets, which each of the ranks that share the step computes."""
-    step = request.step_node
-    nodes = request.workflow.nodes_of(step.region) if step is not None else ()
-    return sum(view.seconds(request, node) for node in nodes if op_of(node).serves_step)
 
 
 def _is_small(view: View, request: Request, speeds: Speeds) -> bool:

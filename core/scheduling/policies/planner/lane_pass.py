@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from core.graph.workflow import Node, op_of
 from core.handles import RankIds
-from core.scheduling.dispatch import Decision, Dispatch
+from core.scheduling.dispatch import AskAgain, Decision, Dispatch
 from core.scheduling.policies.planner.plan import Plan, has_steps
 from core.scheduling.policies.planner.repeated_steps import WholePass
 from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
@@ -37,8 +38,8 @@ class LanePass(StepPass):
         self._lane_set = frozenset(self.lanes)
 
     def _admit(self) -> list[Request]:
-        """Large requests that have an open rank, and small ones, which get homes here, before anything depends on how
-        many are at home where.
+        """Large requests that have an open rank, or may get one for a ControlNet, and small ones, which get homes here,
+        before anything depends on how many are at home where.
         """
         room = self.view.config.max_num_seqs - sum(map(_has_slot, self.view.requests.running))
         large = list[Request]()
@@ -47,7 +48,7 @@ class LanePass(StepPass):
                 room -= 1
                 if room < 0:
                     continue
-            if not self.view.open_ranks.isdisjoint(self.groups[request.id]):
+            if not self.view.open_ranks.isdisjoint(self.groups[request.id]) or self._may_have_rank_beside(request):
                 large.append(request)
         if not self.lanes:
             return large
@@ -143,7 +144,7 @@ class LanePass(StepPass):
         """All that is chosen. But of a rank that makes no steps while others do, only the batch that takes least time:
         what comes meanwhile joins those that wait.
         """
-        decisions = StepPass.run(self)
+        decisions = [*StepPass.run(self), *self._asks_again()]
         given = [each.ranks[0] for each in decisions if isinstance(each, Dispatch)]
         if len({*given}) == len(given):
             return decisions
@@ -196,17 +197,32 @@ class LanePass(StepPass):
 
     def _rank_beside(self, request: Request, node: Node) -> int:
         """The rank that computes ControlNets for a request's next step. If that pays, it is an open one beside the
-        request's own, on which nobody makes steps, if the arena has room for what the ControlNets read there.
+        request's own, on which nobody makes steps; where their last round has not ended, that one's rank, although it
+        may not be open: they cannot begin before.
         """
         ranks, device = self.view.ranks_with(request.keys_of(node)), self.view.page_rank(request)
         group = self.groups.get(request.id) or (self._last_home(request),)
         own = group[0] if device is None else device
         if device is None and self.view.config.degree == 1 and self._is_worth_a_rank(request, node):
             number, taken = self.place.num_on(ranks), {rank for each in self.groups.values() for rank in each}
-            free = self.view.open_ranks - taken - {own}
+            free = self.view.open_ranks.union(*request.ranks_running(node)) - taken - {own}
             beside = [rank for rank in ranks if rank in free and not number[rank]]
-            own = beside[0] if beside and self.view.has_room(request, node, (beside[0],)) else own
+            own = beside[0] if beside else own
         return own if own in ranks else ranks[0]
+
+    def _may_have_rank_beside(self, request: Request) -> bool:
+        """Whether ControlNets of a large request may run beside its next step, while the rank of its steps is busy."""
+        is_alone = len(self.groups[request.id]) == 1
+        return is_alone and any(op_of(node).serves_step for node in self.view.ready(request))
+
+    def _asks_again(self) -> Iterator[AskAgain]:
+        """For ControlNets that would have to wait too long on their ranks for the step before, were they sent now."""
+        for request, ready in self._candidates if len(self.view.ranks) > 1 else ():
+            for node in ready:
+                if op_of(node).serves_step and self.view.open_ranks.issuperset(ranks := self._ranks_of(request, node)):
+                    seconds = self.view.seconds_until_sent(request, node, ranks)
+                    if 0 < seconds < inf:
+                        yield AskAgain(seconds)
 
     def _is_worth_a_rank(self, request: Request, node: Node) -> bool:
         """See WORTH_A_RANK. Unknown times are worth none."""

@@ -7,6 +7,7 @@ import pytest
 from load_kit import BROKEN, MODELS, SEGMENTER, Rig, model, transformer
 
 from core.costs.load_report import ModelLoad
+from core.handles import ModelKey
 from core.scheduling.reports.load_times import GUESSED_BYTES_PER_SECOND, LoadTimes
 
 MANY = {name: model(name) for name in "abcdef"}
@@ -117,6 +118,23 @@ def test_a_segmenter_is_told_apart_from_its_model() -> None:
     assert times.take([(*rig.needs("a"), *own)]) == (0.5, (ModelLoad("a", "segmenter", "loading", 0.5),))
     rig.note_loaded(0, SEGMENTER)
     assert times.take([own]) == (0.0, (ModelLoad("a", "segmenter", "loaded", 0.0),))
+
+
+def test_each_controlnet_is_told_apart_from_its_model() -> None:
+    nets = {name: ModelKey(name, "controlnet") for name in ("edges", "depth")}
+    models = {"a": msgspec.structs.replace(MODELS["a"], controlnets=nets)}
+    rig = Rig("a", seconds=0.5, models=models)
+    times = LoadTimes(rig.bindings, rig.residency)
+    assert times.take([])[1] == (
+        ModelLoad("a", "model", "loaded", 0.0),
+        ModelLoad("a", "controlnet", "unloaded", 0.5, "edges"),
+        ModelLoad("a", "controlnet", "unloaded", 0.5, "depth"),
+    )
+    wanted = (rig.bindings.controlnets("a", ("edges",)),)
+    rig.residency.note_wanted(wanted)
+    assert times.take([wanted]) == (0.5, (ModelLoad("a", "controlnet", "loading", 0.5, "edges"),))
+    rig.note_loaded(0, nets["edges"])
+    assert times.take([wanted]) == (0.0, (ModelLoad("a", "controlnet", "loaded", 0.0, "edges"),))
 
 
 def test_nothing_is_lacking_without_a_living_rank() -> None:

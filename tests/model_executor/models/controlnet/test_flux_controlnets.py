@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from control_rig import ControlledEdit, Steered, assert_kept_as_predicted, expected, lines, run_together
+from control_rig import (
+    ControlledEdit,
+    Steered,
+    assert_kept_as_predicted,
+    assert_ranks_share_it_bit_for_bit,
+    expected,
+    lines,
+    run_together,
+)
 from diffusers import (
     FluxControlNetInpaintPipeline,
     FluxControlNetModel,
@@ -99,6 +107,13 @@ def test_what_is_kept_is_predicted(rig: ControlRig, net: str, mode: int | None) 
     edited = rig.steered("kept", controls, seed=2, steps=2, size=NATIVE)
     edited.edit.negative_prompt, edited.edit.true_cfg_scale = "a plain blue hat", 2.0
     assert_kept_as_predicted(rig, edited)
+
+
+@pytest.mark.parametrize("name", ["one", "mode", "two modes"])
+def test_ranks_share_it_bit_for_bit(rig: ControlRig, name: str) -> None:
+    edited = rig.steered("shared", CASES[name][0], seed=2, steps=2)
+    edited.edit.negative_prompt, edited.edit.true_cfg_scale = "a plain blue hat", 2.0
+    assert_ranks_share_it_bit_for_bit(rig, edited)
 
 
 def test_company_changes_nothing(rig: ControlRig) -> None:

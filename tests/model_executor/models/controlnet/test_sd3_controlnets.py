@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from control_rig import ControlledEdit, Steered, assert_kept_as_predicted, lines, run_together
+from control_rig import (
+    ControlledEdit,
+    Steered,
+    assert_kept_as_predicted,
+    assert_ranks_share_it_bit_for_bit,
+    lines,
+    run_together,
+)
 from diffusers import (
     AutoencoderKL,
     SD3ControlNetModel,
@@ -148,6 +155,11 @@ def test_an_edit_equals_the_inpainting_pipeline_with_the_controlnet(
 def test_what_is_kept_is_predicted(rig: ControlRig, net: str) -> None:
     controls = [Steered(lines(1, NATIVE), net)] * 4
     assert_kept_as_predicted(rig, rig.steered("kept", controls, size=NATIVE))
+
+
+@pytest.mark.parametrize("name", ["one", "with the pooled prompt"])
+def test_ranks_share_it_bit_for_bit(rig: ControlRig, name: str) -> None:
+    assert_ranks_share_it_bit_for_bit(rig, rig.steered("shared", CASES[name]))
 
 
 def test_company_changes_nothing(rig: ControlRig) -> None:

@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from control_rig import ControlledEdit, Steered, assert_kept_as_predicted, expected, lines, run_together
+from control_rig import (
+    ControlledEdit,
+    Steered,
+    assert_kept_as_predicted,
+    assert_ranks_share_it_bit_for_bit,
+    expected,
+    lines,
+    run_together,
+)
 from diffusers import (
     ControlNetModel,
     PNDMScheduler,
@@ -106,6 +114,11 @@ def test_what_is_kept_is_predicted(rig: ControlRig) -> None:
     assert_kept_as_predicted(
         rig, rig.steered("kept", [Steered(lines(1, NATIVE), "edges")] * 4, seed=2, steps=2, size=NATIVE)
     )
+
+
+@pytest.mark.parametrize("name", ["one", "one twice"])
+def test_ranks_share_it_bit_for_bit(rig: ControlRig, name: str) -> None:
+    assert_ranks_share_it_bit_for_bit(rig, rig.steered("shared", CASES[name][0], seed=2, steps=2))
 
 
 def test_company_changes_nothing(rig: ControlRig) -> None:

@@ -73,6 +73,19 @@ def test_what_a_rank_has_already_is_sent_at_once(ranks: list[Rank]) -> None:
     assert [len(tensor) for tensor in target.store.get_series(STATE)] == [2, 0]
 
 
+def test_a_sampler_goes_on_from_the_state_that_was_sent(ranks: list[Rank]) -> None:
+    source, target = ranks
+    generator = torch.Generator().manual_seed(7)
+    source.store.put_series(STATE, (torch.ones(2), generator.get_state()))
+    source.exchange.begin_plan(0, [Delivery(STATE, 0, 1)], [])
+    target.exchange.begin_batch(batch("step", STATE))
+    target.exchange.wait(STATE)
+    _, state = target.store.get_series(STATE)
+    drawn = torch.rand(3, generator=torch.Generator().set_state(state))
+    assert torch.equal(drawn, torch.rand(3, generator=generator))
+    target.exchange.finish_batch()
+
+
 def test_a_reader_waits_within_its_batch_until_the_source_has_made_the_value(ranks: list[Rank]) -> None:
     source, target = ranks
     target.exchange.begin_batch(batch("step", HINT))
