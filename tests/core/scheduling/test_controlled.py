@@ -36,6 +36,7 @@ from core.routing.fleet import Fleet
 from core.routing.request_shape import RequestShape
 from core.routing.weights import Weights
 from core.scheduling.ops.controlnet import ControlStep, ControlUse
+from core.scheduling.policies.planner.groups import Predictions
 from core.scheduling.scheduler import StepScheduler
 from core.scheduling.values.values import ValueTable
 
@@ -264,6 +265,26 @@ def test_no_controlnet_is_beside_where_others_make_steps() -> None:
     of_four_steps(rig, "c", "d")
     assert {batch.ranks for batch in rig.batches if batch.op == "denoise"} == {(0,), (1,)}
     assert not rig.deliveries
+
+
+def test_a_step_whose_controlnets_take_long_is_not_shared_while_others_wait() -> None:
+    """It is not known what ranks gain that share them."""
+
+    def efficient_degree(seconds: float) -> int:
+        rig = Rig(num_ranks=2)
+        rig.seconds = {"controlnet": seconds, "denoise": 0.06}
+        samples = [
+            CostSample("m", "transformer", "denoise", Work.of([280] * number), 0.06 * number / degree, True, degree)
+            for degree in (1, 2)
+            for number in (1, 2)
+        ]
+        rig.scheduler.learn(samples)
+        of_four_steps(rig, "a")
+        rig.scheduler.add(controlled(make_edit("b", steps=4), EDGES))
+        view, (request,) = rig.scheduler._views.view(0.0), rig.scheduler._requests
+        return Predictions().of(view, request).efficient
+
+    assert [efficient_degree(seconds) for seconds in (0.0001, 0.03)] == [2, 1]
 
 
 def test_a_controlnet_beside_needs_no_room_in_the_arena() -> None:

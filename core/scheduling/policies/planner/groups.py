@@ -98,7 +98,9 @@ class Predictions:
         found = self._known.get(key)
         if found is None:
             speeds, work = self._speeds.of(view, request), view.work_left(request)
-            efficient, lossless = (_degree(speeds.seconds, share) for share in (EFFICIENT, LOSSLESS))
+            beside = _seconds_beside(view, request)
+            whole = {degree: seconds + beside for degree, seconds in speeds.seconds.items()}
+            efficient, lossless = (_degree(whole, share) for share in (EFFICIENT, LOSSLESS))
             found = Prediction(
                 speeds.seconds,
                 efficient,
@@ -112,6 +114,15 @@ class Predictions:
             place = found.place_in_line(request, request.progress.steps_left, len(view.ranks))
             found = self._known[key] = replace(found, place=place)
         return found
+
+
+def _seconds_beside(view: View, request: Request) -> float:
+    """Seconds of what works for a step, its ControlNets, on one rank. Profiles do not say what several gain there, so
+    that counts as nothing.
+    """
+    step = request.step_node
+    nodes = request.workflow.nodes_of(step.region) if step is not None else ()
+    return sum(view.seconds(request, node) for node in nodes if op_of(node).serves_step)
 
 
 def _is_small(view: View, request: Request, speeds: Speeds) -> bool:
