@@ -249,8 +249,11 @@ async def test_a_key_that_sends_bodies_slowly_leaves_places_to_another(small_que
             for _ in range(2):
                 _, answer = await send(client, LIGHT, num_inference_steps=4)
                 assert answer.status_code == 200, answer.text
-            (refused,), _, _ = select.select(slow, [], [], 0)
-            head, _, body = refused.recv(65536).partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 503 ")
-            assert b"retry-after: " in head
-            assert b"another API key, which holds fewer places" in body
+            refused, _, _ = select.select(slow, [], [], 0)
+            # one may make room for both, since the first's place is free a moment after its answer
+            assert 1 <= len(refused) <= 2
+            for connection in refused:
+                head, _, body = connection.recv(65536).partition(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 503 ")
+                assert b"retry-after: " in head
+                assert b"another API key, which holds fewer places" in body

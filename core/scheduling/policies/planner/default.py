@@ -15,9 +15,8 @@ from core.messages.worker import Batch, BatchResult
 from core.scheduling.dispatch import Decision, Dispatch, GiveUp
 from core.scheduling.policies.planner.groups import Groups, Prediction, Predictions
 from core.scheduling.policies.planner.lane_pass import LanePass
-from core.scheduling.policies.planner.pauses import Pauses
 from core.scheduling.policies.planner.plan import Plan, Planner, has_steps
-from core.scheduling.policies.planner.repeated_steps import RepeatedSteps
+from core.scheduling.policies.planner.repeated_steps import RepeatedSteps, WholePass
 from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_pass import eligible
@@ -28,8 +27,8 @@ from core.scheduling.view import View
 PLAN_EVERY = 64
 """Passes after which a plan is made again although no request came or went, because predictions are not exact."""
 
-HEADROOM = 1.03
-"""Time until a request is due, as a multiple of the time that it may be planned to take: plans are not exact."""
+WAITS_FOR = 0.25
+"""Of many busy ranks, the share that may answer before a better plan is made: that is so much of a step."""
 
 
 class Default(SchedulingPolicy):
@@ -39,23 +38,22 @@ class Default(SchedulingPolicy):
         self._predictions = Predictions()
         self._groups = Groups(self._predictions)
         self._homes = StepHomes()
-        self._pauses = Pauses()
         self._repeated = RepeatedSteps()
         self._plan = Plan()
         self._seen: tuple[RankIds, int] = (), 0  # the live ranks when the plan was made, and what they had
         self._apart: frozenset[str] = frozenset()  # ids of the large requests in the plan
         self._costs: dict[str, StepCost] = {}  # of the steps of the others, by id
-        self._large: list[Request] = []  # of the last whole pass, those that may be given work
-        self._passes_left = 0  # passes until the plan is made again
+        self._age = PLAN_EVERY  # passes since the plan was made
+        self._is_wanted = False  # another plan may be better
         # Written by events, and reset when the plan is looked at.
         self._is_slot_left = False  # a request may have left its slot
         self._has_room = False  # a request has ended, or left its slot without a successor in its lane
 
     def on_arrival(self, request: Request) -> None:
-        self._passes_left = 0
+        self._is_wanted = True
 
     def on_result(self, batch: Batch, result: BatchResult) -> None:
-        self._pauses.note(batch, result)
+        self._repeated.note_result(batch, result)
         for item in batch.items if not OPS[batch.op].serves_step else ():  # a ControlNet may be beside its step
             self._groups.note_done(item.request_id, batch.ranks)
 
@@ -64,7 +62,7 @@ class Default(SchedulingPolicy):
             self._is_slot_left = self._has_room = True
         self._costs.pop(request_id, None)
         if self._apart and self._costs and not self._groups.has_small:
-            self._passes_left = 0  # small requests that had no slot when the large ones lined up have no ranks
+            self._is_wanted = True  # small requests that had no slot when the large ones lined up have no ranks
         self._repeated.drop(request_id)
         self._predictions.forget(request_id)
         self._groups.forget(request_id)
@@ -79,28 +77,32 @@ class Default(SchedulingPolicy):
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         if not view.open_ranks:
             return ()
-        self._passes_left -= 1
-        is_new = (
-            self._passes_left < 0 or (view.ranks, view.residency_version) != self._seen or self._may_be_better(view)
-        )
+        self._age += 1
+        is_new = self._needs_plan(view)
         if is_new:
             self._make_plan(view, now)
-        again: Sequence[Decision] | None = self._again(view)
+        again = None if is_new else self._repeated.next(view, self._plan, self._apart, self._moving)
         if again is None and not is_new and self._is_stale(view):
             self._make_plan(view, now)
-        given_up, decisions = self._given_up(), again
-        if decisions is None:
-            decisions = self._whole_pass(view, now, given_up)
-            self._repeated.note(decisions)
+        given_up = self._given_up()
+        decisions: Sequence[Decision]
+        if again is not None:
+            decisions = again
+        else:
+            made = self._whole_pass(view, now, given_up)
+            self._repeated.note(view, made)
+            decisions = made.decisions
         given = (item for each in decisions if isinstance(each, Dispatch) for item in each.items)
-        self._is_slot_left |= any(request.progress.steps_left == 1 for request, _ in given)
+        if any(request.progress.steps_left == 1 for request, _ in given):
+            self._is_slot_left = True
+            self._repeated.forget()  # another request may begin
         return [*given_up, *decisions]
 
-    def _whole_pass(self, view: View, now: float, given_up: Sequence[GiveUp]) -> list[Decision]:
+    def _whole_pass(self, view: View, now: float, given_up: Sequence[GiveUp]) -> WholePass:
         """What all open ranks are to do."""
-        groups, self._large, lanes = dict[str, RankIds](), list[Request](), self._all_lanes(view)
+        groups, large, lanes = dict[str, RankIds](), list[Request](), self._all_lanes(view)
         if self._apart:
-            groups, self._large, lanes = self._groups.choose(view, now)
+            groups, large, lanes = self._groups.choose(view, now)
         return LanePass(
             view,
             apart=self._apart,
@@ -108,31 +110,35 @@ class Default(SchedulingPolicy):
             costs=self._costs,
             lanes=lanes,
             groups=groups,
-            large=self._large,
+            large=large,
             plan=self._plan,
             given_up=frozenset(each.request.id for each in given_up),
-        ).run()
-
-    def _again(self, view: View) -> list[Dispatch] | None:
-        """See `RepeatedSteps.next`."""
-        if self._plan.others or (self._apart and not self._groups.is_settled):
-            return None
-        running = view.requests.running
-        if self._large and not all(each.progress.steps_left for each in running):
-            return None  # ranks will be free soon
-        if self._apart and self._groups.has_others and not self._repeated.has_all(view.idle_ranks):
-            return None
-        served = [each for each in (*self._plan.served, *self._large) if has_steps(each)]
-        return self._repeated.next(view, served, self._homes)
+        ).run_whole()
 
     def _all_lanes(self, view: View) -> RankIds:
         """The lanes where all requests are small. Where ranks share each step, they have one lane."""
         return view.ranks if view.config.degree == 1 else view.ranks[:1]
 
+    @property
+    def _moving(self) -> frozenset[int]:
+        """Ranks that are to have another group than they had in the last whole pass."""
+        return self._groups.moving if self._apart else frozenset()
+
     def _prediction(self, view: View, request: Request) -> Prediction:
         return self._predictions.of(view, request)
 
     # ------------------------------------------------------------------------------------------------ the plan
+
+    def _needs_plan(self, view: View) -> bool:
+        """Whether to make another plan now. While no rank had too little to do in the last whole pass, a better one may
+        wait for the answers of a share of the busy ranks, see WAITS_FOR.
+        """
+        if self._age > PLAN_EVERY or (view.ranks, view.residency_version) != self._seen:
+            return True
+        self._is_wanted |= self._may_be_better(view)
+        num_busy = len(view.ranks) - len(view.idle_ranks)
+        has_free = not self._repeated.idle <= self._moving
+        return self._is_wanted and (has_free or self._age >= WAITS_FOR * num_busy)
 
     def _may_be_better(self, view: View) -> bool:
         """Whether another plan may be better: there may be room for a request without a slot, or fewer requests should
@@ -164,8 +170,8 @@ class Default(SchedulingPolicy):
 
     def _make_plan(self, view: View, now: float) -> None:
         """Decide which requests are large, which of the others are served, and in which order the large ones are."""
-        self._passes_left, self._seen = PLAN_EVERY, (view.ranks, view.residency_version)
-        self._is_slot_left = self._has_room = False
+        self._age, self._seen = 0, (view.ranks, view.residency_version)
+        self._is_wanted = self._is_slot_left = self._has_room = False
         self._repeated.forget()
         requests = eligible(view)
         small = {each.id for each in requests if self._predictions.is_small(view, each)}
@@ -186,7 +192,6 @@ class Default(SchedulingPolicy):
             lanes,
             self._costs,
             lambda request, work: self._alone(view, request, work),
-            HEADROOM * self._pauses.stretch,
         ).plan(requests)
 
     def _alone(self, view: View, request: Request, work: WorkLeft) -> float:

@@ -150,10 +150,9 @@ class Groups:
         self._known_by = 0  # the view's predictions
         self.lanes: RankIds = ()
         """The ranks of the small requests."""
-        self.has_others = False
-        """Whether there are large requests without ranks."""
-        self.is_settled = True
-        """Whether all have the ranks that were planned for them."""
+        self.moving = frozenset[int]()
+        """The ranks of those that did not have the ranks that were planned for them at the last `choose`, and the
+        planned ones."""
 
     def note_done(self, request_id: str, ranks: RankIds) -> None:
         """Note the ranks of a batch that has ended, with a request. One that is not large, or has ended, is ignored."""
@@ -186,9 +185,16 @@ class Groups:
         contenders = self._with_lanes(view, list(self._contenders(view, queue, now)))
         places = plan(contenders, view.ranks)
         groups = moves(contenders, places, view.ranks)
-        self.is_settled = all(groups.get(each.name, each.held) == places.get(each.name) for each in contenders)
+        waiting = better_to_wait(contenders, places, groups, view.seconds_left)
+        self.moving = frozenset(
+            rank
+            for each in contenders
+            if each.name in waiting or groups.get(each.name, each.held) != places.get(each.name)
+            for ranks in (groups.get(each.name, each.held), places.get(each.name, ()))
+            for rank in ranks
+        )
         by_id = {request.id: request for request in queue}
-        for name in better_to_wait(contenders, places, groups, view.seconds_left):
+        for name in waiting:
             if name in by_id and _only_makes_steps(view, by_id[name]):
                 del groups[name]
         for contender in contenders:
@@ -197,7 +203,6 @@ class Groups:
         lanes = tuple(ranks[0] for name, ranks in groups.items() if name.startswith(LANE))
         self.lanes = lanes or self.lanes
         groups = {name: ranks for name, ranks in groups.items() if not name.startswith(LANE)}
-        self.has_others = len(groups) < len(self._queue) - bool(self._small)
         return groups, [request for request in queue if request.id in groups], lanes
 
     @property

@@ -9,6 +9,7 @@ from core.graph.workflow import Node, op_of
 from core.handles import RankIds
 from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.policies.planner.plan import Plan, has_steps
+from core.scheduling.policies.planner.repeated_steps import WholePass
 from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
 from core.scheduling.policies.step_pass import StepPass
 from core.scheduling.requests.deadlines import due
@@ -116,6 +117,27 @@ class LanePass(StepPass):
                 else:
                     self._candidates.append((request, [node]))  # its inputs may have to be fetched
         return tokens
+
+    def run_whole(self) -> WholePass:
+        """All that is chosen, and what is left."""
+        decisions = self.run()
+        given = (item for each in decisions if isinstance(each, Dispatch) for item in each.items)
+        chosen = {(request.id, node.name) for request, node in given}
+        left = [
+            (request, node)
+            for request, ready in self._candidates
+            for node in ready
+            if (request.id, node.name) not in chosen
+        ]
+        later = [self._ranks_of(request, node) for request, node in left if self._is_later_step(request, node)]
+        others = {each.id for each in self.plan.others if each.status is Status.WAITING and each.is_live}
+        is_all = len(later) == len(left) and others <= {name for name, _ in chosen}
+        return WholePass(decisions, is_all, frozenset(rank for ranks in later for rank in ranks))
+
+    def _is_later_step(self, request: Request, node: Node) -> bool:
+        """Whether a node is a step on ranks of which some are not open."""
+        is_step = node.name in request.workflow.step_names
+        return is_step and not self.view.open_ranks.issuperset(self._ranks_of(request, node))
 
     def run(self) -> list[Decision]:
         """All that is chosen. But of a rank that makes no steps while others do, only the batch that takes least time:

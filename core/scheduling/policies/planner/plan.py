@@ -35,6 +35,9 @@ from core.scheduling.view import View
 
 NOTHING = StepCost(0.0, 0.0)
 
+HEADROOM = 1.03
+"""Time until a request is due, as a multiple of the time that it may be planned to take: plans are not exact."""
+
 LOOK_AHEAD = 4
 """Requests that a plan considers, the most urgent first, as a multiple of the slots. Later ones would get a slot too
 late.
@@ -65,6 +68,7 @@ class Plan:
     # The requests that had a slot at the last `refill_slots`, lane by lane.
     served: list[Request] = field(default_factory=list)
     served_on: list[tuple[int, list[Request]]] = field(default_factory=list)  # (rank, those of one of its lanes)
+    _served_by: dict[int, list[Request]] = field(default_factory=dict)  # by rank
 
     def __post_init__(self) -> None:
         self.refill_slots()
@@ -76,7 +80,14 @@ class Plan:
         num_slots = len(self.served)
         self.served_on = [(lane.rank, lane.served) for lane in self.lanes]
         self.served = [request for _, served in self.served_on for request in served]
+        self._served_by = {}
+        for rank, served in self.served_on:
+            self._served_by.setdefault(rank, []).extend(served)
         return len(self.served) >= num_slots
+
+    def served_by(self, rank: int) -> Sequence[Request]:
+        """The requests that had a slot in a lane of this rank at the last `refill_slots`."""
+        return self._served_by.get(rank, ())
 
 
 def has_steps(request: Request) -> bool:
@@ -99,7 +110,7 @@ class Candidate(NamedTuple):
     request: Request
     work: WorkLeft
     alone: float  # seconds of its remaining work, with as many ranks as are useful
-    seconds: float  # computing time until it is due; inf: it has no due time
+    seconds: float  # that it may be planned to take; inf: it has no due time
     is_late: bool  # it cannot be in time
 
     @property
@@ -118,7 +129,6 @@ class Planner:
     lanes: RankIds  # ranks where small requests make steps
     costs: Mapping[str, StepCost]  # of small requests, by id
     alone: Callable[[Request, WorkLeft], float]  # seconds of what is left of it, with as many ranks as are useful
-    stretch: float  # time that passes, as a multiple of the predicted computing time
     _num_on: dict[int, int] = field(default_factory=dict)  # rank -> denoisers whose requests may make steps there
 
     def plan(self, requests: Sequence[Request]) -> Plan:
@@ -144,7 +154,7 @@ class Planner:
 
     def _judge(self, request: Request) -> Candidate:
         work, time = self.view.work_left(request), due(request.head)
-        seconds = inf if time is None else (time - self.now) / self.stretch
+        seconds = inf if time is None else (time - self.now) / HEADROOM
         alone = self.alone(request, work)
         return Candidate(request, work, alone, seconds, alone > seconds)
 

@@ -1,19 +1,28 @@
-"""RepeatedSteps: each group of ranks' last batch of steps, which is sent again while no request needs anything else of
-the open ranks.
+"""RepeatedSteps: each group of ranks' last batch of steps, which is sent again while nothing else can be next.
 
-Most passes end like that. To find it out by a whole pass costs a policy several times as much as to check that nothing
-has changed.
+Most passes end like that. To find it out by a whole pass takes as long as there are requests and ranks; a repetition
+looks only at the ranks whose steps have ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 from core.handles import RankIds
+from core.messages.worker import Batch, BatchResult
 from core.scheduling.dispatch import Decision, Dispatch
-from core.scheduling.policies.planner.step_homes import StepHomes
+from core.scheduling.policies.planner.plan import Plan, has_steps
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
+
+
+class WholePass(NamedTuple):
+    """What a pass over all requests has decided."""
+
+    decisions: Sequence[Decision]
+    is_all: bool  # nothing is left that may run now
+    later: frozenset[int]  # ranks of steps that are left, because not all of these were open
 
 
 class RepeatedSteps:
@@ -21,95 +30,92 @@ class RepeatedSteps:
 
     def __init__(self) -> None:
         self._batches: dict[RankIds, Dispatch] = {}  # ranks -> their last batch, if that was one of steps
-        self._names = set[str]()  # ids of the requests in these batches
+        self._by_rank: dict[int, Dispatch] = {}  # the same ones
+        self.idle: frozenset[int] = frozenset()  # open ranks that the last whole pass left without work
+        self._later: frozenset[int] = frozenset()  # see WholePass
+        self._is_only_stepping = False
+        """Whether only steps have ended since the last whole pass, and that one left no work for later."""
 
     def forget(self) -> None:
         """Note that other requests may be served from now on."""
-        self._batches.clear()
-        self._names.clear()
+        self._is_only_stepping = False
 
     def drop(self, request_id: str) -> None:
         """Note that a request has ended."""
-        if request_id in self._names:
-            self._keep(lambda batch: not _is_of(batch, {request_id}))
+        self._is_only_stepping = False
+        self._keep(lambda batch: all(request.id != request_id for request, _ in batch.items))
 
     def _keep(self, is_kept: Callable[[Dispatch], bool]) -> None:
         self._batches = {ranks: last for ranks, last in self._batches.items() if is_kept(last)}
-        self._names = {request.id for batch in self._batches.values() for request, _ in batch.items}
 
-    def note(self, decisions: Iterable[Decision]) -> None:
+    def note_result(self, batch: Batch, result: BatchResult) -> None:
+        """Note that a batch has ended."""
+        last = self._batches.get(batch.ranks)
+        items = [item.request_id for item in batch.items]
+        if last is None or last.items[0][1].op != batch.op or [request.id for request, _ in last.items] != items:
+            self._is_only_stepping = False
+        self._is_only_stepping &= not any(item.failure for item in result.items)
+        self.idle = self.idle.difference(batch.ranks)
+
+    def note(self, view: View, made: WholePass) -> None:
         """Note the work that ranks are given. Ranks that get two batches of steps have none to repeat."""
-        given = [each for each in decisions if isinstance(each, Dispatch)]
-        if not given:
-            return
+        given = [each for each in made.decisions if isinstance(each, Dispatch)]
         taken = [rank for each in given for rank in each.ranks]
         names = {request.id for each in given for request, _ in each.items}
-        self._keep(lambda last: not _is_of(last, names) and set(last.ranks).isdisjoint(taken))
+        self._keep(
+            lambda last: names.isdisjoint(request.id for request, _ in last.items) and set(last.ranks).isdisjoint(taken)
+        )
         for each in given:
             request, node = each.items[0]
             if node.name in request.workflow.step_names and all(taken.count(rank) == 1 for rank in each.ranks):
                 self._batches[each.ranks] = each
-                self._names.update(request.id for request, _ in each.items)
+        self._by_rank = {rank: last for ranks, last in self._batches.items() for rank in ranks}
+        self.idle, self._later = view.open_ranks.difference(taken), made.later
+        self._is_only_stepping = (
+            made.is_all
+            and len(given) == len(made.decisions)
+            and not any(each.has_lost_rank or each.progress.is_restarting for each in view.requests.running)
+        )
 
-    def has_all(self, ranks: frozenset[int]) -> bool:
-        """Whether each of these ranks has a batch to repeat."""
-        return ranks.issubset({rank for each in self._batches for rank in each})
-
-    def next(self, view: View, served: Sequence[Request], homes: StepHomes) -> list[Dispatch] | None:
-        """The batches that the open ranks are to repeat; None if there may be anything else to do. served: requests
-        that are to make steps. homes: of the small requests.
+    def next(self, view: View, plan: Plan, large: Collection[str], moving: frozenset[int]) -> list[Dispatch] | None:
+        """The batches that the ranks whose steps have ended are to repeat; None if there may be anything else to do.
+        large: ids of the requests with groups. moving: ranks that are to have another group.
         """
-        newcomers = [request for request in served if request.id not in self._names]
-        if view.jobs() or not all(is_elsewhere(view, request, homes) for request in newcomers):
+        asked = view.open_ranks - self.idle
+        if not self._is_only_stepping or not asked or not asked.isdisjoint(moving | self._later) or view.jobs():
             return None
-        ids = {request.id for request in served}
-        batches = [batch for ranks, batch in self._batches.items() if view.open_ranks.issuperset(ranks)]
-        all_repeat = sum(len(batch.ranks) for batch in batches) == len(view.open_ranks)
-        for request in view.requests.running:
-            if request.has_lost_rank:  # its inputs may have to be fetched
-                return None
-            if not request.progress.steps_left and _is_sent_to(request, view.open_ranks):  # its decode is next
-                return None
-            names = request.workflow.step_names
-            is_only_stepping = all(node.name in names for node in view.ready(request))
-            if not (is_only_stepping or (all_repeat and is_elsewhere(view, request, homes))):
-                return None
-        can_all = all(_can_be_repeated(view, batch, ids) for batch in batches)
-        return batches if batches and can_all else None
+        if large and not self.idle <= moving:  # a group may grow
+            return None
+        batches = {last.ranks: last for rank in asked if (last := self._by_rank.get(rank)) is not None}
+        if sum(map(len, batches)) != len(asked) or not all(map(asked.issuperset, batches)):
+            return None
+        is_same = all(_can_be_repeated(view, batch, plan, large) for batch in batches.values())
+        return list(batches.values()) if is_same else None
 
 
-def is_elsewhere(view: View, request: Request, homes: StepHomes) -> bool:
-    """Whether a request has begun, has nothing on the open ranks, and is not at home on one of them. Other work of it
-    than previews goes there or to a rank without requests, but nodes of users' classes go anywhere.
+def _can_be_repeated(view: View, batch: Dispatch, plan: Plan, large: Collection[str]) -> bool:
+    """Whether a batch can be sent again and nothing else is to be done there. It may have had requests only to make
+    room.
     """
-    return (
-        request.status is Status.RUNNING
-        and not request.workflow.has_own_ports
-        and view.open_ranks.isdisjoint(request.ranks)
-        and homes.of(request) not in (None, *view.open_ranks)
-    )
-
-
-def _is_sent_to(request: Request, ranks: frozenset[int]) -> bool:
-    """Whether one of these ranks has unanswered work of this request."""
-    return not all(map(ranks.isdisjoint, request.sent_to.values()))
-
-
-def _is_of(batch: Dispatch, names: set[str]) -> bool:
-    """Whether any of these requests is in a batch. names: request ids."""
-    return any(request.id in names for request, _ in batch.items)
-
-
-def _can_be_repeated(view: View, batch: Dispatch, served: Collection[str]) -> bool:
-    """Whether a batch can be sent again. served: ids of requests; others were in it only to make room."""
+    is_alone = len(batch.ranks) == 1
+    first = batch.items[0][0]
+    served = [first] if first.id in large else [each for each in plan.served_by(batch.ranks[0]) if has_steps(each)]
+    if {each.id for each in served} != {request.id for request, _ in batch.items}:
+        return False
     for request, node in batch.items:
-        is_alone = len(batch.ranks) == 1
-        if request.id not in served or (request.num_broken and request.runs_on_one_rank is not is_alone):
+        if request.num_broken and request.runs_on_one_rank is not is_alone:
             return False
-        is_running = request.status is Status.RUNNING
-        if not is_running or node not in view.ready(request) or not view.can_run(request, node, batch.ranks):
+        if request.status is not Status.RUNNING or not _only_makes(view, request, node.name):
+            return False
+        if not view.can_run(request, node, batch.ranks):
             return False
     if len(batch.items) == 1:
         return True
     sizes = [request.sizes(node) for request, node in batch.items]
     return sum(each.num_step_tokens * each.num_rows for each in sizes) <= view.max_step_tokens
+
+
+def _only_makes(view: View, request: Request, node: str) -> bool:
+    """Whether this node, a step's, is all that is ready."""
+    ready = view.ready(request)
+    return len(ready) == 1 and ready[0].name == node

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
 from random import Random
 
 import msgspec
 import pytest
+from both_passes import Batches, compared
 from fakes import make_edit, make_hires_edit
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -15,35 +15,10 @@ from ranks_that_die import Site, check_finished, run_until
 
 from core.graph.work import Work
 from core.messages.worker import CostSample
-from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.policies.planner.default import Default
+from core.scheduling.policies.planner.plan import Plan
 from core.scheduling.policies.planner.repeated_steps import RepeatedSteps
-from core.scheduling.policies.planner.step_homes import StepHomes
-from core.scheduling.requests.request import Request
 from core.scheduling.view import View
-
-
-def _told(decision: Decision) -> tuple[tuple[int, ...], list[tuple[str, str]]]:
-    assert isinstance(decision, Dispatch)
-    return decision.ranks, [(request.id, node.name) for request, node in decision.items]
-
-
-@contextmanager
-def compared(policy: Default) -> Iterator[list[bool]]:
-    """While each pass of this policy is made in both ways; for each, whether it was a repetition."""
-    were_repeated, find = list[bool](), RepeatedSteps.next
-
-    def both(self: RepeatedSteps, view: View, served: Sequence[Request], homes: StepHomes) -> list[Dispatch] | None:
-        found = find(self, view, served, homes)
-        if found is not None:
-            whole = policy._whole_pass(view, view._now, policy._given_up())
-            assert sorted(map(_told, whole)) == sorted(map(_told, found))
-        were_repeated.append(found is not None)
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RepeatedSteps, "next", both)
-        yield were_repeated
 
 
 @settings(deadline=None)
@@ -108,9 +83,9 @@ def test_steps_of_a_request_without_a_slot_are_not_repeated() -> None:
     site.scheduler.add(make_edit("a", steps=40))
     run_until(site, lambda: site.workers.steps_done("a") >= 5)
 
-    def asked(self: RepeatedSteps, view: View, served: Sequence[Request], homes: StepHomes) -> list[Dispatch] | None:
-        if again := find(self, view, served, homes):
-            found.append(find(self, view, [], homes))
+    def asked(self: RepeatedSteps, view: View, plan: Plan, large: Collection[str], moving: frozenset[int]) -> Batches:
+        if again := find(self, view, plan, large, moving):
+            found.append(find(self, view, Plan(), large, moving))
         return again
 
     with pytest.MonkeyPatch.context() as patch:
