@@ -52,9 +52,8 @@ def _size(sizes: Sizes) -> Work:
 
 
 def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
-    spec, sampling = request.picture, request.picture.sampling
-    canvas = spec.canvas(node.canvas)
-    region = request.workflow.begins[node.name]
+    spec, region = request.picture, request.workflow.begins[node.name]
+    sampling, canvas = spec.sampling.with_steps(region.steps), spec.canvas(node.canvas)
     paged = spec.num_paged_reference_tokens
     num_steps = sampling.steps_at(sampling.number(region.strength))
     assert sampling.seed is not None
@@ -64,7 +63,7 @@ def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
         mask=None if any(edge.input == "mask" for edge in node.inputs) else canvas.mask,
         width=canvas.width,
         height=canvas.height,
-        seed=sampling.seed,
+        seed=int(node.literals.get("seed", sampling.seed)),
         num_inference_steps=sampling.num_inference_steps,
         num_denoising_steps=num_steps,
         computed_steps=sampling.computed_of_last(num_steps),
@@ -105,7 +104,7 @@ IMAGE_ENCODE = RequestOp(
         Port("sigmas", "noise levels"),
         Port("sampler", "sampler state", is_optional=True),
     ),
-    literals=("canvas",),
+    literals=("canvas", "seed"),
     begins_region=True,
     make=_make,
     note=_note,

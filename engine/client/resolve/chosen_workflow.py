@@ -73,7 +73,9 @@ def rounds_of(workflow: Workflow, model: ModelInfo, sampling: SamplingParams) ->
     resolved as to steps."""
     number = sampling.number
     return tuple(
-        model.num_steps_of(sampling, number(each.strength), number(each.begin), number(each.end))
+        model.num_steps_of(
+            sampling.with_steps(each.steps), number(each.strength), number(each.begin), number(each.end)
+        )
         for each in workflow.regions
     )
 
