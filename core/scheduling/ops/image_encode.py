@@ -45,6 +45,7 @@ class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
     references: tuple[ArrayRef, ...] = ()  # those that a step computes; of others only the number of tokens matters
     paged_reference_tokens: int = 0
     num_controls: int = 0  # control pictures
+    starts_over: bool = False  # at full strength, too, the noise is over the latents or the picture, if it has any
 
 
 def _size(sizes: Sizes) -> Work:
@@ -76,6 +77,7 @@ def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
         references=() if paged else spec.references,
         paged_reference_tokens=paged,
         num_controls=0 if node.role else len(spec.controls),
+        starts_over=bool(node.literals.get("starts_over", False)),
     )
 
 
@@ -104,7 +106,7 @@ IMAGE_ENCODE = RequestOp(
         Port("sigmas", "noise levels"),
         Port("sampler", "sampler state", is_optional=True),
     ),
-    literals=("canvas", "seed"),
+    literals=("canvas", "seed", "starts_over"),
     begins_region=True,
     make=_make,
     note=_note,

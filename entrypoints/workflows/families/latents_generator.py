@@ -36,7 +36,8 @@ class LatentsGenerator(FamilyModel):
     `strength`, `denoising_end` and `denoising_start` are those of diffusers' pipelines. They are what the request says:
     its `hires_scale`, its `hires_strength` (of a loop without `latents` its `strength`), and its `refiner_start`; or
     numbers, as the seed of a loop with `latents` may be. Of a strength that is a number, a step that it covers in part
-    is run in every family.
+    is run in every family. With `starts_over=True` the noise is over the picture or the latents at full strength, too,
+    as that of ComfyUI's samplers; otherwise there is noise alone.
     """
 
     op = "image_encode"
@@ -50,7 +51,7 @@ class LatentsGenerator(FamilyModel):
         "denoising_end": REFINER_START,
         "denoising_start": REFINER_START,
     }
-    plain = ("seed", "scale", "strength", "denoising_end", "denoising_start")
+    plain = ("seed", "scale", "strength", "denoising_end", "denoising_start", "starts_over")
 
     def setup_io(self) -> None:
         self.add_input("seed", int)
@@ -61,6 +62,7 @@ class LatentsGenerator(FamilyModel):
         self.add_input("strength", float, required=False)
         self.add_input("denoising_end", float, required=False)
         self.add_input("denoising_start", float, required=False)
+        self.add_input("starts_over", bool, required=False)
         self.add_output("latents", OF_ENGINE)
 
     def lower(self, connected: Connected) -> Lowered:
@@ -80,7 +82,8 @@ class LatentsGenerator(FamilyModel):
         )
         own = {"strength": strength} if "strength" in connected.given else {}
         is_own = latents is not None and goes_on is None
-        node = replace(lowered.node, literals={**lowered.node.literals, **_seed(connected)})
+        literals = {**lowered.node.literals, **_seed(connected), **_starts_over(connected)}
+        node = replace(lowered.node, literals=literals)
         return replace(lowered, node=node, fields={**lowered.fields, **own}, begin=Begin(steps, goes_on, is_own))
 
     def canvas(self, connected: Connected) -> str:
@@ -123,6 +126,13 @@ def _seed(connected: Connected) -> dict[str, int]:
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= MAX_SEED:
         raise failure(connected, "seed", f"it is {seed!r:.80}; give a number from 0 to {MAX_SEED}")
     return {"seed": seed}
+
+
+def _starts_over(connected: Connected) -> dict[str, bool]:
+    value = connected.literals.get("starts_over", False)
+    if not isinstance(value, bool):
+        raise failure(connected, "starts_over", f"it is {value!r:.80}; give True or leave it out")
+    return {"starts_over": True} if value else {}
 
 
 def _latents(connected: Connected) -> Edge | None:

@@ -205,7 +205,7 @@ class UnetFamily(TimestepFamily):
         generator = torch.Generator("cpu").manual_seed(inputs.seed)
         image, mask = to_image(self._here(inputs.template)), self._here(inputs.mask)
         run = self._sampling.run(inputs.num_inference_steps, inputs.num_denoising_steps, inputs.part)
-        is_whole = inputs.num_denoising_steps == inputs.num_inference_steps
+        is_whole = inputs.num_denoising_steps == inputs.num_inference_steps and not inputs.starts_over
         clean = None
         if inputs.goes_on and not self._sees_mask:
             clean = self._template_sample(inputs, image, torch.Generator("cpu").manual_seed(inputs.seed))
