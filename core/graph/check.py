@@ -146,6 +146,10 @@ def _check_previews(workflow: Workflow) -> None:
             raise _fail(workflow, side, f"{what}; let side nodes that are as these are do the same, or leave it out")
 
 
+_ALIKE = ("op", "role", "takes", "makes", "given", "literals", "chooses", "joins")
+"""What nodes that are alike have in common."""
+
+
 def _is_alike(workflow: Workflow, side: Node, maker: Node) -> bool:
     """Whether a side node makes of a round what the picture's maker makes of the last one: it is as that is, and reads
     what other nodes make for both, or side nodes that are alike likewise, down to those that decode. All classes that
@@ -173,10 +177,6 @@ def _is_alike(workflow: Workflow, side: Node, maker: Node) -> bool:
             if source != other:
                 left.append((workflow.node(source), workflow.node(other)))
     return True
-
-
-_ALIKE = ("op", "role", "takes", "makes", "given", "literals", "chooses", "joins")
-"""What nodes that are alike have in common."""
 
 
 def _check_roles(workflow: Workflow) -> None:

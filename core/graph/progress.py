@@ -152,6 +152,11 @@ class Progress:
     def _is_shown_round_done(self, side: Node) -> bool:
         return side.name in self.pending and self.done[side.shows] >= self.round_of(side)
 
+    def _is_due(self, side: Node) -> bool:
+        """Whether the round that the next run of a side node shows is done."""
+        index = self.done[side.name]
+        return any(round_ <= self.done[side.shows] for round_ in self.shown.get(side.name, ())[index : index + 1])
+
     def _is_fed(self, side: Node, sources: Iterable[str]) -> bool:
         """Whether the side nodes that one reads are done with the round that it shows."""
         return all(self.done[source] > self.pending[side.name] for source in sources)
@@ -226,15 +231,10 @@ class Progress:
 
     def rewind(self, kept: Mapping[str, int]) -> None:
         """Schedule again what was not done, and of these nodes all runs but the first few (node -> number). Nothing may
-        be in flight. Runs of side nodes that are done are not repeated.
+        be in flight. Other runs of side nodes that are done are not repeated.
         """
         self.done.update(kept)
         self.scheduled = dict(self.done)
         self.over = {node.name for node in self.workflow.nodes if self.done[node.name] == self.times(node)}
-        next_run = {side: self.done[side.name] for side in self.workflow.side_nodes}
-        self.pending = {
-            side.name: index
-            for side, index in next_run.items()
-            if any(round_ <= self.done[side.shows] for round_ in self.shown[side.name][index : index + 1])
-        }
+        self.pending = {side.name: self.done[side.name] for side in self.workflow.side_nodes if self._is_due(side)}
         self.is_restarting, self.was_rewound = False, True

@@ -111,8 +111,8 @@ class Node:
 
     @property
     def canvas(self) -> str:
-        """Which of the request's canvases it works at; "": that of the final picture."""
-        return str(self.literals.get("canvas", ""))
+        """Which of the request's canvases it works at; "": that of the final picture, or it has ports of its own."""
+        return "" if self.makes else str(self.literals.get("canvas", ""))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ class Lowered:
 
     node: Node
     classes: tuple[RunClass, ...] = ()
-    # Input that the workflow's own is given to -> the field of requests for pictures that this is.
+    # Input that is given one of the workflow's -> the field of requests for pictures that this stands for.
     fields: Mapping[str, Port] = field(default_factory=dict)
     loras: Mapping[str, float] | None = None  # of a step: adapter of the served model -> scale
     begin: Begin | None = None  # how the loop begins whose first values it makes

@@ -20,7 +20,7 @@ import pytest_asyncio
 from engines import serving_engine
 from fault_kit import make_input, processes, until
 from PIL import Image
-from run_workflows import CLASSES, GUARDED, JUDGED, REPAINTED
+from run_workflows import CLASSES, GUARDED, JUDGED, REPAINTED, UNSHOWN
 
 from core.config import EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
 from core.errors import InvalidRequestError, RunError
@@ -33,7 +33,7 @@ from entrypoints.openai.app import ServerSettings, create_app
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SIDE = 96
-MODELS = {"plain": "", "guarded": "guarded", "judged": "judged", "repainted": "repainted"}
+MODELS = {"plain": "", **{name: name for name in ("guarded", "judged", "unshown", "repainted")}}
 """Model -> its workflow. All have the same components."""
 
 
@@ -55,7 +55,7 @@ async def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Async
         scheduler=SchedulerConfig(max_retries=100),
         workers_per_engine=request.param,
         classes=CLASSES,
-        workflows=(GUARDED, JUDGED, REPAINTED),
+        workflows=(GUARDED, JUDGED, UNSHOWN, REPAINTED),
     )
     async with serving_engine(StencilConfig(engine=engine, arena_bytes=2**27)) as serving:
         yield serving
@@ -63,10 +63,18 @@ async def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Async
 
 async def edited(engine: AsyncEngine, model: str, edit: EditInput) -> tuple[bytes, EditReport]:
     """The file of the final picture, and its report."""
+    files, report = await told(engine, model, edit)
+    return files[-1], report
+
+
+async def told(engine: AsyncEngine, model: str, edit: EditInput) -> tuple[list[bytes], EditReport]:
+    """The files of partial images and of the final picture, and its report."""
     async with engine.edit(f"{model}-{id(edit)}", edit, engine.choose_model(model)) as outputs:
-        *_, (data, report) = [(bytes(output.data), output.report) async for output in outputs]
+        files = [(bytes(output.data), output.report) async for output in outputs]
+    report = files[-1][1]
     assert report is not None
-    return data, report
+    assert len(files) == 1 + edit.partial_images
+    return [data for data, _ in files], report
 
 
 def pixels_of(file: bytes) -> npt.NDArray[np.uint8]:
@@ -95,22 +103,22 @@ SEEN_BYTES = 2**22
 async def test_a_picture_that_is_blacked_out_never_comes_to_where_the_caller_sees_it(
     engine: AsyncEngine, exact: bool
 ) -> None:
-    edit = asked(50 + exact, f"{BAD}, slow")
+    edit = asked(50 + exact, f"{BAD}, slow", partial_images=2)
     edit = replace(edit, sampling=msgspec.structs.replace(edit.sampling, mask_aware=not exact))
-    task, seen = asyncio.create_task(edited(engine, "guarded", edit)), set[bytes]()
+    task, seen = asyncio.create_task(told(engine, "guarded", edit)), set[bytes]()
     while not task.done():
         seen.add(engine.services.arena.shared._bytes[:SEEN_BYTES].tobytes())
         assert engine.services.arena.used_bytes <= SEEN_BYTES
         await asyncio.sleep(0.03)
     black, report = await task
-    assert not inside(black).any()
+    assert not any(inside(file).any() for file in black)
     assert report.values["is_bad"] is True
     assert report.exact_reason == ("asked" if exact else None)
-    plain, _ = await edited(engine, "plain", edit)
-    made = inside(plain)
-    assert made.any()
-    assert not any(row.tobytes() in memory for memory in seen for row in made)
-    np.testing.assert_array_equal(outside(black), outside(plain))
+    for shown, file in zip(black, plain := (await told(engine, "plain", edit))[0], strict=True):
+        np.testing.assert_array_equal(outside(shown), outside(file))
+    rows = {row.tobytes() for file in plain for row in inside(file)}
+    assert len(rows) == 3 * SIDE // 3, "of all three pictures"
+    assert not any(row in memory for memory in seen for row in rows)
 
 
 def outside(file: bytes) -> npt.NDArray[np.uint8]:
@@ -119,10 +127,10 @@ def outside(file: bytes) -> npt.NDArray[np.uint8]:
     return picture
 
 
-async def test_a_picture_that_passes_is_that_of_the_plain_edit(engine: AsyncEngine) -> None:
+async def test_pictures_that_pass_are_those_of_the_plain_edit(engine: AsyncEngine) -> None:
     for seed in range(2):
-        edit = asked(seed)
-        (plain, _), (guarded, report), (judged, other) = [await edited(engine, name, edit) for name in ALIKE]
+        edit = asked(seed, partial_images=2)
+        (plain, _), (guarded, report), (judged, other) = [await told(engine, name, edit) for name in ALIKE]
         assert plain == guarded == judged
         assert report.values == other.values
         assert report.values["is_bad"] is False
@@ -165,11 +173,9 @@ async def test_crops_sizes_and_formats_are_made_of_what_the_class_has_returned(e
 
 
 async def test_what_would_slip_past_the_class_is_refused_by_name(engine: AsyncEngine) -> None:
-    with pytest.raises(InvalidRequestError, match="workflow 'guarded' has pictures pass through 'guard'") as refused:
-        await edited(engine, "guarded", asked(1, partial_images=1))
+    with pytest.raises(InvalidRequestError, match="workflow 'unshown' has pictures pass through 'guard'") as refused:
+        await edited(engine, "unshown", asked(1, partial_images=1))
     assert refused.value.param == "partial_images"
-    async with engine.edit("shown", asked(1, partial_images=1), engine.choose_model("judged")) as outputs:
-        assert [output.partial_index async for output in outputs] == [0, None]
 
 
 @pytest.mark.parametrize(
@@ -218,21 +224,21 @@ async def test_a_second_pass_paints_over_what_the_class_has_returned(engine: Asy
 
 
 async def test_an_edit_passes_the_class_again_when_its_ranks_die_meanwhile(engine: AsyncEngine, tmp_path: Path) -> None:
-    """Once: a model whose batches end ranks twice is not run for a while. All ranks, so that nothing is left of the
-    decoded picture.
+    """While it looks at a partial image, of whose decoded picture nothing is left then. Once: a model whose batches end
+    ranks twice is not run for a while.
     """
     waits = tmp_path / "waits"
-    edit = asked(8, f"{BAD}, wait {waits}")
-    task = asyncio.create_task(edited(engine, "guarded", edit))
+    edit = asked(8, f"{BAD}, wait {waits}", partial_images=1)
+    task = asyncio.create_task(told(engine, "guarded", edit))
     await until(waits.exists)
     for worker in (workers := processes("worker")):
         worker.kill()
     black, report = await task
     assert not set(workers) & set(processes("worker"))
-    assert not inside(black).any()
+    assert not any(inside(file).any() for file in black)
     assert report.values["is_bad"] is True
     lenient = replace(edit, inputs={"strictness": 0.0})
-    assert (await edited(engine, "guarded", lenient))[0] == (await edited(engine, "plain", edit))[0]
+    assert (await told(engine, "guarded", lenient))[0] == (await told(engine, "plain", edit))[0]
 
 
 async def test_the_api_takes_inputs_of_a_models_workflow_and_gives_its_values(engine: AsyncEngine) -> None:
@@ -251,8 +257,10 @@ async def test_the_api_takes_inputs_of_a_models_workflow_and_gives_its_values(en
         two = (await made(n=2, strictness=0)).json()
         assert "values" not in two
         assert two["data"][0]["values"] == lenient["values"] != two["data"][1]["values"]
-        event = (await made(stream=True)).text.partition("data: ")[2]
-        assert json.loads(event)["values"] == black["values"]
+        text = (await made(stream=True, partial_images=1)).text
+        partial, event = (json.loads(part.partition("\n")[0]) for part in text.split("data: ")[1:])
+        assert not any(pixels_of(base64.b64decode(each["b64_json"])).any() for each in (partial, event))
+        assert event["values"] == black["values"]
         form = {"model": "guarded", "prompt": BAD, "num_inference_steps": "2", "strictness": "0"}
         photo = io.BytesIO()
         Image.new("RGB", (64, 64)).save(photo, "png")

@@ -30,7 +30,12 @@ class VAE(FamilyModel):
         if mode not in ("encode", "decode"):
             problem = f"it is {mode!r:.80}; give encode or decode"
             raise WorkflowError(f"VAE, mode: {problem}", node="VAE", input="mode")
-        return super().__call__(*values, **named) if mode == "decode" else ControlEncode()(*values, **named)
+        if mode == "decode":
+            return super().__call__(*values, **named)
+        if self.role:
+            problem = "control pictures are encoded by the served model's; leave it out"
+            raise WorkflowError(f"VAE, role: {problem}", node="VAE", input="role")
+        return ControlEncode()(*values, **named)
 
     def lower(self, connected: Connected) -> Lowered:
         """With a preview: what the last step of all made so far would be without noise."""

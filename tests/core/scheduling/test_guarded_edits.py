@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from load_reports import make_costs
 from ranks_that_die import Site, check_finished
-from run_workflows import CLASSES, DIAMOND, GUARDED, JUDGED, run_request
+from run_workflows import CLASSES, DIAMOND, GUARDED, JUDGED, UNSHOWN, run_request
 
 from core.config import SchedulerConfig, SchedulingPolicyName
 from core.costs.load_report import CostLine, EngineCosts
@@ -27,12 +27,14 @@ from core.messages.worker import Batch, ModelFailed
 from core.routing.fleet import Fleet
 from core.routing.request_shape import RequestShape
 from core.routing.weights import Weights
+from core.scheduling.ops.decode import Decode
+from core.scheduling.ops.run import Run
 from core.scheduling.policies import make_policy
 from core.scheduling.policies.planner.default import Default
 from core.scheduling.scheduler import StepScheduler
 
 POLICIES = get_args(SchedulingPolicyName)
-SERVED = (GUARDED, JUDGED, DIAMOND)
+SERVED = (GUARDED, JUDGED, UNSHOWN, DIAMOND)
 
 
 def guarded(request_id: str, workflow: Workflow = GUARDED, **changes: Any) -> EngineRequest:
@@ -53,7 +55,7 @@ def test_every_policy_ends_them_beside_edits_and_runs_whatever_dies(
 ) -> None:
     random = Random(seed)
     site = Site(random, num_ranks, make_policy(name), SERVED, max_num_seqs=3)
-    edits = [guarded(f"guarded{index}", steps=random.randint(1, 5)) for index in range(3)]
+    edits = [guarded(f"guarded{index}", steps=random.randint(1, 5), partial_images=index) for index in range(3)]
     edits += [guarded(f"judged{index}", JUDGED, partial_images=index) for index in range(2)]
     edits += [make_edit(f"edit{index}", partial_images=index) for index in range(2)]
     everything = [*edits, run_request("run", DIAMOND)]
@@ -65,6 +67,27 @@ def test_every_policy_ends_them_beside_edits_and_runs_whatever_dies(
     assert sorted(site.ended) == sorted(request.request_id for request in everything)
     for request in edits:
         check_finished(site, request, SERVED)
+
+
+def test_only_the_class_writes_where_callers_see_it() -> None:
+    places = [ArrayRef(0, offset, (256, 256, 3), "uint8") for offset in (1, 2)]
+    request = guarded("a", steps=5, previews=tuple(map(Artefact, places)))
+    site = Site(Random(0), 1, Default(), SERVED)
+    site.scheduler.add(request)
+    written, private = dict[ArrayRef, str](), set[str]()
+    while site.scheduler.num_requests:
+        site.schedule()
+        batches = [batch for queue in site.workers.queues for plan in queue for batch in plan.batches]
+        for item in (item for batch in batches for item in batch.items):
+            if isinstance(item.work, Run):
+                written |= {place: item.node for _, place in item.work.results.values()}
+            elif isinstance(item.work, Decode):
+                assert item.work.pixels is None
+                private.add(item.node)
+        site.step()
+    assert private == {"preview", "decode"}
+    pictures = {place: name for place, name in written.items() if len(place.shape) == 3}
+    assert pictures == {request.picture.pixels: "guard"} | dict.fromkeys(places, "guard_preview")
 
 
 def test_they_share_steps_with_plain_edits() -> None:
@@ -98,7 +121,7 @@ def test_a_class_is_given_pictures_before_others_make_steps() -> None:
 @pytest.mark.parametrize(
     ("request_", "param", "reason"),
     [
-        (guarded("a", partial_images=1), "partial_images", "shows no previews, which would not pass through guard"),
+        (guarded("a", UNSHOWN, partial_images=1), "partial_images", "shows no previews, which would not pass through"),
         (guarded("a", inputs={}), "prompt", "workflow guarded takes prompt"),
         (
             guarded("a", inputs={"prompt": ArrayRef(0, 0, (5000,), "uint8")}),
@@ -150,7 +173,7 @@ def test_what_admission_predicts_counts_the_class() -> None:
 
 
 def test_a_class_that_cannot_be_loaded_fails_the_edits_through_it_alone() -> None:
-    nodes = tuple(replace(node, role="broken") if node.name == "guard" else node for node in GUARDED.nodes)
+    nodes = tuple(replace(node, role="broken") if node.op == "run" else node for node in GUARDED.nodes)
     site = Site(Random(0), 1, Default(), (replace(GUARDED, nodes=nodes), DIAMOND))
     site.scheduler.add(guarded("lost"))
     site.scheduler.add(make_edit("fine"))

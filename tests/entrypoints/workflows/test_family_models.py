@@ -22,7 +22,7 @@ from core.graph.workflows.controlled_inpaint import CONTROLLED_INPAINT
 from core.graph.workflows.hires import HIRES
 from core.graph.workflows.inpaint import INPAINT
 from core.graph.workflows.refined import REFINED
-from entrypoints.workflows import Image, Model, Workflow, steps
+from entrypoints.workflows import Image, Model, Workflow, choose, steps
 from entrypoints.workflows.compiler import compile_workflow
 from entrypoints.workflows.families import (
     VAE,
@@ -258,6 +258,75 @@ def test_a_class_reads_the_prompt_and_the_picture() -> None:
     assert (graph.outputs, graph.output_ports) == ({"picture": "vae", "number": "reader"}, {"number": "number"})
 
 
+class Paint(Reader):
+    """A class that makes a picture of one."""
+
+    def setup_io(self) -> None:
+        self.add_input("image", Image)
+        self.add_input("words", str, required=False)
+        self.add_output("picture", Image)
+        self.add_output("verdict", str)
+
+
+def test_previews_pass_the_classes_that_the_picture_passes() -> None:
+    (graph,) = read_workflows([EXAMPLES / "guarded.py"]).workflows
+    assert [node.name for node in graph.side_nodes] == ["vae_preview", "safety_preview"]
+    w = Written()
+    first = Paint()(w.picture(), w.prompt)
+    w.workflow.add_output(Paint()(first.picture, first.verdict).picture, name="picture")
+    graph = w.graph()
+    assert [(node.name, [edge.source for edge in node.inputs]) for node in graph.side_nodes] == [
+        ("vae_preview", ["denoiser"]),
+        ("paint_preview", ["vae_preview"]),
+        ("paint_2_preview", ["paint_preview", "paint_preview"]),
+    ]
+    assert graph.node("paint_preview").given == {"words": "prompt"}
+
+
+def branching(w: Written) -> Any:
+    picture = w.picture()
+    painted = Paint()(picture)
+    return choose(painted.verdict, dark=lambda: Paint()(picture).picture, fine=lambda: painted.picture)
+
+
+def repeating(w: Written) -> Any:
+    picture = w.picture()
+    for _ in steps(3):
+        picture = Paint()(picture).picture
+    return picture
+
+
+def of_two_decodings(w: Written) -> Any:
+    first = w.picture()
+    w.denoiser = Denoiser()
+    return Paint()(first, Paint()(w.picture()).verdict).picture
+
+
+@pytest.mark.parametrize("write", [branching, repeating, of_two_decodings])
+def test_without_previews_where_these_cannot_pass_all_classes(write: Callable[[Written], Any]) -> None:
+    w = Written()
+    w.workflow.add_output(write(w), name="picture")
+    graph = w.graph()
+    assert graph.last_between is not None
+    assert not graph.side_nodes
+
+
+class Framed(Paint):
+    """A class with an input that ops have as a literal."""
+
+    def setup_io(self) -> None:
+        super().setup_io()
+        self.add_input("canvas", str)
+
+
+def test_a_literal_of_a_class_is_no_canvas() -> None:
+    w = Written()
+    w.workflow.add_output(Framed()(w.picture(), canvas="oak").picture, name="picture")
+    graph = w.graph()
+    assert not graph.canvases
+    assert {node.canvas for node in graph.nodes} == {""}
+
+
 def literal_prompt(w: Written) -> None:
     w.encoder("a hat")
 
@@ -488,6 +557,10 @@ def role_of_no_name(w: Written) -> None:
     Denoiser(role="the refiner")
 
 
+def encoding_role(w: Written) -> None:
+    VAE(role="refiner")(image=w.image, mode="encode")
+
+
 def role_of_another_part(w: Written) -> None:
     w.encoder = TextEncoder(role="x")
     w.denoiser = Denoiser(role="x_text_encoder")
@@ -537,6 +610,7 @@ REFUSED = {
     patched_refiner: "node denoiser: adapters are of the served model, and another plays refiner",
     patched_in_one_pass: "another step has other adapters",
     role_of_no_name: "Denoiser, role: it is 'the refiner'; a role is a Python identifier",
+    encoding_role: "VAE, role: control pictures are encoded by the served model's",
     role_of_another_part: "its role x_text_encoder is played by a transformer",
     unencoded_control: "node control_net, input ref_image: no request says it",
 }

@@ -6,7 +6,7 @@ looks only at the ranks whose steps have ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from core.handles import RankIds
@@ -32,7 +32,7 @@ class RepeatedSteps:
         self._batches: dict[RankIds, Dispatch] = {}  # ranks -> their last batch, if that was one of steps
         self._by_rank: dict[int, Dispatch] = {}  # the same ones
         self.idle: frozenset[int] = frozenset()  # open ranks that the last whole pass left without work
-        self._later: frozenset[int] = frozenset()  # see WholePass
+        self._later: frozenset[int] = frozenset()  # ranks that may be asked for more than their steps
         self._is_only_stepping = False
         """Whether only steps have ended since the last whole pass, and that one left no work for later."""
 
@@ -70,7 +70,7 @@ class RepeatedSteps:
             if node.name in request.workflow.step_names and all(taken.count(rank) == 1 for rank in each.ranks):
                 self._batches[each.ranks] = each
         self._by_rank = {rank: last for ranks, last in self._batches.items() for rank in ranks}
-        self.idle, self._later = view.open_ranks.difference(taken), made.later
+        self.idle, self._later = view.open_ranks.difference(taken), made.later.union(_holding(view, names))
         self._is_only_stepping = (
             made.is_all
             and len(given) == len(made.decisions)
@@ -91,6 +91,16 @@ class RepeatedSteps:
             return None
         is_same = all(_can_be_repeated(view, batch, plan, large) for batch in batches.values())
         return list(batches.values()) if is_same else None
+
+
+def _holding(view: View, given: Collection[str]) -> Iterator[int]:
+    """The ranks that may hold what requests that stand still need elsewhere: they write it to shared memory when they
+    are open. given: ids of requests that are given work now.
+    """
+    for request in view.requests.running if len(view.ranks) > 1 else ():
+        stands = not request.progress.in_flight and request.id not in given
+        if stands and len(request.ranks) > 1 and request.progress.steps_left:
+            yield from request.ranks
 
 
 def _can_be_repeated(view: View, batch: Dispatch, plan: Plan, large: Collection[str]) -> bool:
