@@ -22,7 +22,7 @@ from core.errors import StencilError, WorkflowError
 from core.graph.check import check_workflow
 from core.graph.workflow import Workflow
 from core.run_class import MAX_SOURCE, RunClass
-from entrypoints.workflows.comfy.graph_file import ENDING, GraphFile
+from entrypoints.workflows.comfy.graph_file import GraphFile, is_graph
 from entrypoints.workflows.import_limits import ImportLimits
 from entrypoints.workflows.import_messages import ImportAnswer, ImportOrder
 from entrypoints.workflows.registered import Registered
@@ -61,7 +61,7 @@ def _files_at(path: Path) -> list[Path]:
 
 
 def _read(path: Path, limits: ImportLimits) -> Registered:
-    source = GraphFile.read(path).program if path.suffix == ENDING else _text_of(path)
+    source = GraphFile.read(path).program if is_graph(path) else _text_of(path)
     if len(source) > MAX_SOURCE:
         raise WorkflowError(f"{path}: has more than {MAX_SOURCE} characters", node="")
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""``python -m entrypoints.workflows.comfy graph.json -o workflow.py``: writes a ComfyUI graph as a file of the language."""
+"""``python -m entrypoints.workflows.comfy graph.json -o workflow.py``: writes a ComfyUI graph in the language."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from entrypoints.workflows.comfy.graph_file import GraphFile
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Exit status: 0, or 1 after an error, printed as one line on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m entrypoints.workflows.comfy", description="Write a graph in the language.")
+    parser = argparse.ArgumentParser(
+        prog="python -m entrypoints.workflows.comfy", description="Write a graph in the language."
+    )
     parser.add_argument("graph", type=Path, help="a graph in the form of ComfyUI's API")
     parser.add_argument("-o", "--output", type=Path, help="the file to write; default: standard output")
     args = parser.parse_args(argv)

@@ -24,11 +24,6 @@ class Named:
         base, dot, ending = stem.rpartition(".")
         return base if dot and ending.lower() in _ENDINGS else stem
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names that it may be served as."""
-        return tuple(dict.fromkeys((self.file, self.name)))
-
 
 _ENDINGS = ("safetensors", "sft", "ckpt", "pt", "pth", "bin", "gguf")
 

@@ -12,13 +12,16 @@ from entrypoints.workflows.comfy.composition_reader import read_composition
 from entrypoints.workflows.comfy.graph_reader import read_graph
 from entrypoints.workflows.comfy.program import program_of
 
-ENDING = ".json"
-
 MAX_BYTES = 4 * 1024 * 1024
 """Most bytes of a file."""
 
 MAX_NAME = 64
 """Most characters of a workflow's name."""
+
+
+def is_graph(path: str | Path) -> bool:
+    """Whether a file is one, by its name."""
+    return Path(path).suffix == ".json"
 
 
 @dataclass(frozen=True, slots=True)
