@@ -73,7 +73,8 @@ def build_call(
     Raises InvalidRequestError.
     """
     is_edit, given, model = operation == "image_edit", submission.values, choice.model
-    values = {**left_open(defaults, given, is_edit=is_edit, is_steered=bool(submission.controls)), **given}
+    is_steered, length = bool(submission.controls), model.max_text_tokens
+    values = {**left_open(defaults, given, is_edit=is_edit, is_steered=is_steered, most_tokens=length), **given}
     refuse_unsupported(values)
     prompt = _require_prompt(values, model)
     if is_edit:

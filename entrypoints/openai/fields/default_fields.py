@@ -58,12 +58,15 @@ def _parsed(name: str, value: Literal) -> Value | None:
 
 
 def left_open(
-    defaults: Mapping[str, Value], given: Mapping[str, Value], *, is_edit: bool, is_steered: bool
+    defaults: Mapping[str, Value], given: Mapping[str, Value], *, is_edit: bool, is_steered: bool, most_tokens: int
 ) -> dict[str, Value]:
     """Those of the defaults that a request follows. given: what it says. is_edit: it has a picture, whose size its
-    result has. is_steered: it has control pictures.
+    result has. is_steered: it has control pictures. most_tokens: of text, that its model takes.
     """
     without = {"size"} if is_edit else set(OF_MASKS)
     without |= set() if is_steered else set(OF_CONTROLS)
     without |= {"num_inference_steps"} if {"steps", "quality"} & given.keys() else set()
-    return {name: value for name, value in defaults.items() if name not in without and name not in given}
+    found = {name: value for name, value in defaults.items() if name not in without and name not in given}
+    if isinstance(length := found.get("max_sequence_length"), int):
+        found["max_sequence_length"] = min(length, most_tokens)
+    return found
