@@ -45,6 +45,7 @@ class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
     references: tuple[ArrayRef, ...] = ()  # those that a step computes; of others only the number of tokens matters
     paged_reference_tokens: int = 0
     num_controls: int = 0  # control pictures
+    noise_first: bool = False  # the seed draws the noise before what the VAE samples of the template
     starts_over: bool = False  # at full strength, too, the noise is over the latents or the picture, if it has any
 
 
@@ -77,6 +78,7 @@ def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
         references=() if paged else spec.references,
         paged_reference_tokens=paged,
         num_controls=0 if node.role else len(spec.controls),
+        noise_first=bool(node.literals.get("noise_first", False)),
         starts_over=bool(node.literals.get("starts_over", False)),
     )
 
@@ -106,7 +108,7 @@ IMAGE_ENCODE = RequestOp(
         Port("sigmas", "noise levels"),
         Port("sampler", "sampler state", is_optional=True),
     ),
-    literals=("canvas", "seed", "starts_over"),
+    literals=("canvas", "seed", "noise_first", "starts_over"),
     begins_region=True,
     make=_make,
     note=_note,

@@ -29,7 +29,7 @@ class Node:
 
     def error(self, problem: str, name: str = "") -> WorkflowError:
         """The error for an input, or "" for the node."""
-        where = f"node {shorten(self.id)} ({shorten(self.kind)}){f', input {shorten(name)}' if name else ''}"
+        where = f"node {shown(self.id)} ({shown(self.kind)}){f', input {shown(name)}' if name else ''}"
         return WorkflowError(f"{where}: {problem}", node=self.id, input=name)
 
 
@@ -42,3 +42,8 @@ class Graph:
     def of(self, *kinds: str) -> list[Node]:
         """The nodes of these classes."""
         return [node for node in self.nodes.values() if node.kind in kinds]
+
+
+def shown(text: str) -> str:
+    """What a graph calls something, as a part of a line."""
+    return shorten(text) if text.isprintable() else ascii(shorten(text))

@@ -9,12 +9,15 @@ from typing import Any
 
 from core.errors import WorkflowError
 from core.validation import shorten
-from entrypoints.workflows.comfy.graph import Graph, Node, Source
+from entrypoints.workflows.comfy.graph import Graph, Node, Source, shown
 from entrypoints.workflows.comfy.input_kind import Link, Widget
 from entrypoints.workflows.comfy.node_class import NODE_CLASSES, NodeClass
 
 MAX_NODES = 500
 """Most nodes of a graph."""
+
+MAX_ID = 64
+"""Most characters of a node's id."""
 
 MAX_INPUTS = 32
 """Most inputs of a node; no class has as many."""
@@ -57,6 +60,8 @@ def _node(id_: str, member: object) -> Node:
     """A node without its links."""
     kind = member.get("class_type") if isinstance(member, dict) else None
     node = Node(id_, kind if isinstance(kind, str) else "?")
+    if len(id_) > MAX_ID or not id_.isprintable():
+        raise node.error(f"an id has at most {MAX_ID} characters, all of them printable")
     if not isinstance(member, dict) or not isinstance(kind, str) or not isinstance(member.get("inputs"), dict):
         raise node.error("a node is an object with class_type, a text, and inputs, an object")
     known = NODE_CLASSES.get(kind)
@@ -95,13 +100,13 @@ def _link(node: Node, name: str, value: object, nodes: Mapping[str, Node]) -> tu
         case _:
             raise node.error(f"an output of another node is wanted, [id, number], of type {wanted.type}", name)
     if source not in nodes:
-        raise node.error(f"there is no node {shorten(source)}", name)
+        raise node.error(f"there is no node {shown(source)}", name)
     outputs = NODE_CLASSES[nodes[source].kind].outputs
     if not 0 <= output < len(outputs):
-        has = f"node {shorten(source)} ({nodes[source].kind}) has {len(outputs)} outputs"
+        has = f"node {shown(source)} ({nodes[source].kind}) has {len(outputs)} outputs"
         raise node.error(f"{has}, numbered from 0, and {shorten(f'{output!r:.40}')} is none", name)
     if outputs[output] != wanted.type:
-        made = f"output {output} of node {shorten(source)} ({nodes[source].kind}) is {outputs[output]}"
+        made = f"output {output} of node {shown(source)} ({nodes[source].kind}) is {outputs[output]}"
         raise node.error(f"{made}, and {wanted.type} is wanted", name)
     return source, output
 
@@ -114,4 +119,4 @@ def _order(nodes: Mapping[str, Node], links: Mapping[str, Mapping[str, tuple[str
         way: list[str] = error.args[1]
         node = nodes[way[1]]
         name = next(name for name, (source, _) in links[node.id].items() if source == way[0])
-        raise node.error(f"a cycle: {shorten(' -> '.join(way))}", name) from error
+        raise node.error(f"a cycle: {shown(' -> '.join(way))}", name) from error

@@ -128,6 +128,8 @@ class _Writer:
             yield f"denoising_end={each.end!r}"
         if each.starts_over and each.is_whole:
             yield "starts_over=True"
+        if self._c.picture is None:
+            yield "noise_first=True"
 
     def _number(self, each: Pass) -> str:
         return "number" if each.total == self._c.passes[0].total else str(each.total)

@@ -24,6 +24,9 @@ from entrypoints.workflows.lowered import Lowered
 from entrypoints.workflows.request_fields import HIRES_SCALE, HIRES_STRENGTH, REFINER_START, SEED, STRENGTH
 
 
+_SWITCHES = ("starts_over", "noise_first")
+
+
 class LatentsGenerator(FamilyModel):
     """Noise of the request's seed, over the picture that is to be edited, if there is one:
     `latents = latents_generator(seed, image, mask)`. Every loop of denoising steps begins with its own:
@@ -36,8 +39,9 @@ class LatentsGenerator(FamilyModel):
     `strength`, `denoising_end` and `denoising_start` are those of diffusers' pipelines. They are what the request says:
     its `hires_scale`, its `hires_strength` (of a loop without `latents` its `strength`), and its `refiner_start`; or
     numbers, as the seed of a loop with `latents` may be. Of a strength that is a number, a step that it covers in part
-    is run in every family. With `starts_over=True` the noise is over the picture or the latents at full strength, too,
-    as that of ComfyUI's samplers; otherwise there is noise alone.
+    is run in every family. As with ComfyUI's samplers, the noise is over the picture or the latents at full strength,
+    too, with `starts_over=True` (otherwise there is noise alone), and with `noise_first=True` it is the first that the
+    seed draws (otherwise what the VAE samples of the picture comes before, as in diffusers' inpainting pipelines).
     """
 
     op = "image_encode"
@@ -51,7 +55,7 @@ class LatentsGenerator(FamilyModel):
         "denoising_end": REFINER_START,
         "denoising_start": REFINER_START,
     }
-    plain = ("seed", "scale", "strength", "denoising_end", "denoising_start", "starts_over")
+    plain = ("seed", "scale", "strength", "denoising_end", "denoising_start", *_SWITCHES)
 
     def setup_io(self) -> None:
         self.add_input("seed", int)
@@ -62,7 +66,8 @@ class LatentsGenerator(FamilyModel):
         self.add_input("strength", float, required=False)
         self.add_input("denoising_end", float, required=False)
         self.add_input("denoising_start", float, required=False)
-        self.add_input("starts_over", bool, required=False)
+        for name in _SWITCHES:
+            self.add_input(name, bool, required=False)
         self.add_output("latents", OF_ENGINE)
 
     def lower(self, connected: Connected) -> Lowered:
@@ -82,7 +87,7 @@ class LatentsGenerator(FamilyModel):
         )
         own = {"strength": strength} if "strength" in connected.given else {}
         is_own = latents is not None and goes_on is None
-        literals = {**lowered.node.literals, **_seed(connected), **_starts_over(connected)}
+        literals = {**lowered.node.literals, **_seed(connected), **_switches(connected)}
         node = replace(lowered.node, literals=literals)
         return replace(lowered, node=node, fields={**lowered.fields, **own}, begin=Begin(steps, goes_on, is_own))
 
@@ -128,11 +133,13 @@ def _seed(connected: Connected) -> dict[str, int]:
     return {"seed": seed}
 
 
-def _starts_over(connected: Connected) -> dict[str, bool]:
-    value = connected.literals.get("starts_over", False)
-    if not isinstance(value, bool):
-        raise failure(connected, "starts_over", f"it is {value!r:.80}; give True or leave it out")
-    return {"starts_over": True} if value else {}
+def _switches(connected: Connected) -> dict[str, bool]:
+    """Those that are on. Raises WorkflowError."""
+    values = {name: connected.literals[name] for name in _SWITCHES if name in connected.literals}
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise failure(connected, name, f"it is {value!r:.80}; give True, or leave it out")
+    return {name: True for name, value in values.items() if value}
 
 
 def _latents(connected: Connected) -> Edge | None:

@@ -312,6 +312,10 @@ class VaeFamily(Family):
         )
         return noise
 
+    def _of_template(self, inputs: ImageInputs, generator: torch.Generator) -> torch.Generator:
+        """Draws what the VAE samples of the template. generator: draws the noise, afterwards."""
+        return torch.Generator("cpu").manual_seed(inputs.seed) if inputs.noise_first else generator
+
     def _posterior_sample(
         self, image: Tensor, generator: torch.Generator | None, is_exact: bool, key: PictureKey | None = None
     ) -> Tensor:
