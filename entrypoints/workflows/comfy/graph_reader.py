@@ -19,9 +19,6 @@ MAX_NODES = 500
 MAX_ID = 64
 """Most characters of a node's id."""
 
-MAX_INPUTS = 32
-"""Most inputs of a node; no class has as many."""
-
 
 def read_graph(text: str) -> Graph:
     """The graph of a JSON text. Raises WorkflowError that names the node by its id and class, and the input."""
@@ -68,9 +65,8 @@ def _node(id_: str, member: object) -> Node:
     if known is None:
         raise node.error("nothing here does what this class does")
     inputs = member["inputs"]
-    if len(inputs) > MAX_INPUTS or (unknown := next((name for name in inputs if name not in known.inputs), None)):
-        name = "" if len(inputs) > MAX_INPUTS else str(unknown)
-        raise node.error(f"it has no such input; there are {', '.join(known.inputs)}", name)
+    if unknown := [name for name in inputs if name not in known.inputs]:
+        raise node.error(f"it has no such input; there are {', '.join(known.inputs)}", unknown[0])
     values = {name: value for name, value in inputs.items() if isinstance(known.inputs[name], Widget)}
     for name, input_kind in known.inputs.items():
         if name not in inputs and not _may_lack(known, name):

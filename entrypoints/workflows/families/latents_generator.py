@@ -23,7 +23,6 @@ from entrypoints.workflows.families.family_model import (
 from entrypoints.workflows.lowered import Lowered
 from entrypoints.workflows.request_fields import HIRES_SCALE, HIRES_STRENGTH, REFINER_START, SEED, STRENGTH
 
-
 _SWITCHES = ("starts_over", "noise_first")
 
 
