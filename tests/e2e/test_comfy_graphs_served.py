@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from adapters import make_lora
-from comfy_graphs import GRAPHS, NEGATIVE, OTHER_SEED, PROMPT, SEED, SIDE, txt2img
+from comfy_graphs import GRAPHS, NEGATIVE, OTHER_SEED, PROMPT, SEED, SIDE, GraphText, txt2img
 from control_rig import lines
 from diffusers import (
     AutoencoderKL,
@@ -32,8 +32,11 @@ from edits import box_mask, picture
 from hires_rig import enlarged, start_from
 from pictures import Pixels, decode, encode
 from PIL import Image
-from server_process import ServerProcess, fork, spawn_forked
+from server_process import ServerProcess, fork
 
+from core.errors import WorkflowError
+from entrypoints.serve import with_workflows
+from entrypoints.serve_args import parse_options
 from tools.random_checkpoints import make_flux, make_sd3
 from tools.random_controlnets import make_sd_controlnet
 from tools.random_unet_checkpoints import make_sd, make_sdxl, make_sdxl_refiner
@@ -57,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_flux(folder / "flux", guidance_embeds=True)
     make_sd3(folder / "sd3")
     for name, graph in GRAPHS.items():
-        (folder / f"{name}.json").write_text(json.dumps(graph()))
+        (folder / f"{name}_graph.json").write_text(json.dumps(graph()))
     entries = "".join(f'[[model]]\nname = "{name}"\npath = "{name}"\n' for name in ("inpaint", "sdxl", "refiner"))
     entries += "".join(f'[[model]]\nname = "{name}"\npath = "{name}"\n' for name in ("flux", "sd3"))
     (folder / "models.toml").write_text(
@@ -77,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    files = (flag for name in GRAPHS for flag in ("--workflow", str(folder / f"{name}.json")))
+    files = (flag for name in GRAPHS for flag in ("--workflow", str(folder / f"{name}_graph.json")))
     scratch = tmp_path_factory.mktemp("server") / "scratch"
     server = fork(scratch, "--catalog", str(folder / "models.toml"), *FLAGS, *files)
     yield server
@@ -94,7 +97,7 @@ def painted(server: ServerProcess, model: str, **fields: Any) -> Pixels:
     if model == "controlnet":
         files["control_image"] = ("lines.png", encode(LINES))
     url = f"{server.base_url}/images/{'edits' if model in EDITS else 'generations'}"
-    body = {"model": model, **fields}
+    body = {"model": f"{model}_graph", **fields}
     answer = httpx.post(url, data=body, files=files, timeout=60) if files else httpx.post(url, json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     content = answer.json()
@@ -257,16 +260,6 @@ def test_what_a_request_says_goes_before_what_the_graph_says(server: ServerProce
     assert (painted(server, "txt2img", prompt="a cat", seed=5, size="128x64", **options) == plain).all()
 
 
-def refusal(folder: Path, scratch: Path, graph: dict[str, Any], name: str = "graph") -> str:
-    """The line with which a server ends that should serve a graph."""
-    file = scratch.parent / f"{name}.json"
-    file.write_text(json.dumps(graph))
-    server = spawn_forked(scratch, "--catalog", str(folder / "models.toml"), *FLAGS, "--workflow", str(file))
-    assert server.wait(30) == 1
-    (line,) = scratch.with_suffix(".log").read_text().splitlines()
-    return line.replace(str(file), "FILE")
-
-
 @pytest.mark.parametrize(
     ("graph", "problem"),
     [
@@ -275,5 +268,10 @@ def refusal(folder: Path, scratch: Path, graph: dict[str, Any], name: str = "gra
         (txt2img(scheduler="karras"), "node 7 (KSampler), input sampler_name: sd cannot do that: schedule karras nee"),
     ],
 )
-def test_what_is_not_served_ends_the_start(folder: Path, tmp_path: Path, graph: dict[str, Any], problem: str) -> None:
-    assert refusal(folder, tmp_path / "scratch", graph).startswith(f"stencil: error: FILE: {problem}")
+def test_what_is_not_served_ends_the_start(folder: Path, tmp_path: Path, graph: GraphText, problem: str) -> None:
+    file = tmp_path / "graph.json"
+    file.write_text(json.dumps(graph))
+    options = parse_options(["--catalog", str(folder / "models.toml"), "--workflow", str(file)])
+    with pytest.raises(WorkflowError) as caught:
+        with_workflows(options)
+    assert str(caught.value).startswith(f"{file}: {problem}")
