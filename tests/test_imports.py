@@ -188,10 +188,14 @@ LAWS = {
     "entrypoints.calibration": Law((*SHARED, *SEEN, "engine.images", "entrypoints", "entrypoints.calibration"), ENTRY),
     OPENAI: Law((*SHARED, *SEEN, "entrypoints", *below(OPENAI), "entrypoints.playground"), ENTRY),
     f"{OPENAI}.fields": Law((*SHARED, *SEEN, "entrypoints", f"{OPENAI}.fields"), ENTRY),
-    "entrypoints.workflows": Law(("core", "core.graph", "core.ipc", OPS, "entrypoints.workflows"), SMALL),
+    "entrypoints.workflows": Law(
+        ("core", "core.graph", "core.ipc", OPS, "entrypoints.workflows", "entrypoints.workflows.comfy"), SMALL
+    ),
+    "entrypoints.workflows.comfy": Law(("core", "core.graph", "core.ipc", "entrypoints.workflows.comfy"), SMALL),
     "entrypoints.workflows.families": Law(("core", *GRAPH, *below("entrypoints.workflows")), SMALL),
     "entrypoints": Law(
-        (*SHARED, *SEEN, "entrypoints", "entrypoints.calibration", "entrypoints.workflows", *below(OPENAI)), ENTRY
+        (*SHARED, *SEEN, "entrypoints", "entrypoints.calibration", *below("entrypoints.workflows"), *below(OPENAI)),
+        ENTRY,
     ),
 }
 LAZY = {

@@ -194,8 +194,17 @@ def _check_literals(workflow: Workflow, node: Node) -> None:
     for name in node.literals:
         if name not in OPS[node.op].literals and not OPS[node.op].has_own_ports:
             raise _fail(workflow, node, f"op {node.op} takes no literal {name}")
+    if not OPS[node.op].has_own_ports:
+        for name, value in node.literals.items():
+            wanted = _LITERALS.get(name, type(value))
+            if type(value) is not wanted or (name == "seed" and not 0 <= int(value) < 2**63):
+                raise _fail(workflow, node, f"its literal {name} cannot be {value!r:.40}; give a {wanted.__name__}")
     if not OPS[node.op].has_own_ports and node.canvas and node.canvas not in workflow.canvases:
         raise _fail(workflow, node, f"the workflow has no canvas {node.canvas}")
+
+
+_LITERALS: Mapping[str, type] = {"canvas": str, "seed": int, "noise_first": bool, "starts_over": bool}
+"""Literal of an op -> the type of its value."""
 
 
 def _check_purpose(workflow: Workflow, node: Node) -> None:

@@ -35,7 +35,8 @@ def chosen_workflow(
 ) -> Workflow:
     """The first workflow of the catalog that takes all that the request gives, and whose roles the model has. sampling:
     resolved. finds_mask: whether its mask is to be found. is_controlled: whether ControlNets steer it. is_edit: whether
-    it gives a picture. workflows: that engines run, by name. Raises InvalidRequestError if there is none: a parameter excludes another one, or is missing.
+    it gives a picture. workflows: that engines run, by name. Raises InvalidRequestError if there is none: a parameter
+    excludes another one, or is missing.
     """
     pictures = ({CONTROLS.name} if is_controlled else set[str]()) | ({TEMPLATE} if is_edit else set[str]())
     chosen = _first_able(model, sampling, class_label, pictures, workflows)
