@@ -182,14 +182,14 @@ def refined(**inputs: Any) -> GraphText:
     return draft.saved(draft.sampled_in_part(refiner, draft.texts(refiner_clip), latents, **rest), vae)
 
 
-def hires(kind: str = "LatentUpscale", **inputs: Any) -> GraphText:
+def hires(kind: str = "LatentUpscale", method: str = "bilinear", **inputs: Any) -> GraphText:
     """Three steps at half the size, and the last two of four at the whole one; both pictures are saved."""
     draft = Draft()
     denoiser, clip, vae = draft.checkpoint("sd")
     told = draft.texts(clip)
     small = draft.sampled(denoiser, told, draft.empty(), steps=3)
     draft.saved(small, vae)
-    how: dict[str, Any] = {"samples": small, "upscale_method": "bilinear"}
+    how: dict[str, Any] = {"samples": small, "upscale_method": method}
     size = {"scale_by": 2.0} if kind == "LatentUpscaleBy" else {"width": 128, "height": 128, "crop": "disabled"}
     large = draft.add(kind, **how, **size)
     inputs = {"steps": 2, "denoise": 0.5, "seed": OTHER_SEED} | inputs
@@ -217,5 +217,6 @@ GRAPHS: dict[str, Callable[[], GraphText]] = {
     "sd3": sd3,
     "refined": refined,
     "hires": hires,
+    "enlarged": lambda: hires("LatentUpscaleBy", "nearest-exact"),
     "two_in_a_row": two_in_a_row,
 }

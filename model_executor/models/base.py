@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import InvalidRequestError
+from core.graph.interpolation import Interpolation
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
 from core.patches import PatchSet
@@ -395,7 +396,9 @@ class Family(ABC):
         cache_salt: as in `ImageInputs`."""
 
     @abstractmethod
-    def upscale(self, latents: Tensor, grid: tuple[int, int], to_grid: tuple[int, int]) -> Tensor:
+    def upscale(
+        self, latents: Tensor, grid: tuple[int, int], to_grid: tuple[int, int], method: Interpolation = "bilinear"
+    ) -> Tensor:
         """Latents [image tokens, latent width] of a picture of another size, interpolated. grid, to_grid: image tokens
         as (rows, columns), of `latents` and of the result."""
 

@@ -29,7 +29,7 @@ from diffusers import (
     StableDiffusionXLPipeline,
 )
 from edits import box_mask, picture
-from hires_rig import enlarged, start_from
+from hires_rig import start_from
 from pictures import Pixels, decode, encode
 from PIL import Image
 from server_process import ServerProcess, fork
@@ -204,11 +204,11 @@ def of_refined(folder: Path) -> Pixels:
     return pixels(refiner(**options, image=latents, denoising_start=0.6, **seeded()))
 
 
-def second_pass(folder: Path, size: tuple[int, int], steps: int) -> Pixels:
+def second_pass(folder: Path, side: int, steps: int, method: str = "bilinear") -> Pixels:
     """The last two of four steps, over the latents of a first pass."""
     first = load(StableDiffusionPipeline, folder / "sd")
     small = first(**USUAL, **SQUARE, num_inference_steps=steps, output_type="latent", **seeded()).images
-    start = small if size == (SIDE, SIDE) else enlarged(first, small, (SIDE, SIDE), size)
+    start = torch.nn.functional.interpolate(small, size=(side // 8, side // 8), mode=method)
     second = StableDiffusionImg2ImgPipeline(**first.components, requires_safety_checker=False)
     second.set_progress_bar_config(disable=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -218,11 +218,15 @@ def second_pass(folder: Path, size: tuple[int, int], steps: int) -> Pixels:
 
 
 def of_hires(folder: Path) -> Pixels:
-    return second_pass(folder, (2 * SIDE, 2 * SIDE), steps=3)
+    return second_pass(folder, 2 * SIDE, steps=3)
+
+
+def of_enlarged(folder: Path) -> Pixels:
+    return second_pass(folder, 2 * SIDE, steps=3, method="nearest-exact")
 
 
 def of_two_in_a_row(folder: Path) -> Pixels:
-    return second_pass(folder, (SIDE, SIDE), steps=4)
+    return second_pass(folder, SIDE, steps=4)
 
 
 COMPOSED: Mapping[str, Callable[[Path], Pixels]] = {
@@ -237,6 +241,7 @@ COMPOSED: Mapping[str, Callable[[Path], Pixels]] = {
     "sd3": of_sd3,
     "refined": of_refined,
     "hires": of_hires,
+    "enlarged": of_enlarged,
     "two_in_a_row": of_two_in_a_row,
 }
 

@@ -53,7 +53,6 @@ class Pass:
     begin: float = 0.0  # of all noise levels, the highest counted as 0 and the lowest as 1
     end: float = 1.0
     starts_over: bool = False  # at full strength, too, its noise is over a picture or latents
-    is_enlarged: bool = False  # it reads latents that were enlarged
 
     @property
     def is_whole(self) -> bool:
@@ -80,5 +79,6 @@ class Composition:
     picture: Node | None = None  # that loads what is edited
     mask: Node | None = None  # that loads the mask
     scale: float = 1.0  # how many times smaller the first pass is
+    method: str = "bilinear"  # that enlarges its latents
     defaults: Mapping[str, Literal] = field(default_factory=dict)  # field of requests -> what the graph says
     left_out: tuple[Node, ...] = ()  # whose pictures are no result

@@ -71,6 +71,7 @@ class _Reader:
             picture,
             mask,
             scale,
+            str(self._latents.enlarger.values["upscale_method"]) if self._latents.enlarger else "bilinear",
             self._defaults(size, controls),
             self._left_out,
         )

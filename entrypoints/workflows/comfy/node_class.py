@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 from core.control import MAX_CONTROL_SCALE
+from core.graph.interpolation import Interpolation
 from core.lora import MAX_SCALE
 from core.mask_request import MAX_GROW
 from core.sampling_params import MAX_GUIDANCE, MAX_INFERENCE_STEPS, MAX_PROMPT_CHARACTERS, MAX_SEED, MAX_SIDE, MIN_SIDE
@@ -34,7 +36,7 @@ _CFG, _SCALE, _SEED, _STEPS = (
 )
 _ONE = Integer(1, 1)
 _SWITCH = Choice(("enable", "disable"))
-_BILINEAR = Choice(("bilinear",), "latents are enlarged in one way")
+_METHOD = Choice(get_args(Interpolation), "latents are not enlarged so")
 _SAMPLER = Choice(tuple(SAMPLERS), "no scheduler here does that")
 _SCHEDULE = Choice((*EVEN, *CURVED), "no scheduler here does that")
 _EMPTY: Mapping[str, InputKind] = {"width": _SIDE, "height": _SIDE, "batch_size": _ONE}
@@ -114,7 +116,7 @@ NODE_CLASSES: Mapping[str, NodeClass] = {
     "LatentUpscale": NodeClass(
         {
             "samples": _LATENT,
-            "upscale_method": _BILINEAR,
+            "upscale_method": _METHOD,
             "width": _SIDE,
             "height": _SIDE,
             "crop": Choice(("disabled", "center")),
@@ -122,7 +124,7 @@ NODE_CLASSES: Mapping[str, NodeClass] = {
         ("LATENT",),
     ),
     "LatentUpscaleBy": NodeClass(
-        {"samples": _LATENT, "upscale_method": _BILINEAR, "scale_by": Number(0.01, 8)}, ("LATENT",)
+        {"samples": _LATENT, "upscale_method": _METHOD, "scale_by": Number(0.01, 8)}, ("LATENT",)
     ),
     "KSampler": NodeClass({**_SAMPLING, "seed": _SEED, "denoise": _SHARE}, ("LATENT",)),
     "KSamplerAdvanced": NodeClass(

@@ -99,7 +99,8 @@ class _Writer:
         for place, each in enumerate(self._c.passes):
             is_small = self._is_enlarged and place == 0
             if self._is_enlarged and place == 1:
-                yield "latents = Upscaler()(latents)"
+                method = "" if self._c.method == "bilinear" else f"method={_quoted(self._c.method)}"
+                yield f"latents = Upscaler({method})(latents)"
             role = 'role="refiner"' if each.is_refiner else ""
             yield f"latents = LatentsGenerator({role})({', '.join(self._begin(each, place))})"
             yield f"for _ in steps({self._number(each)}):"

@@ -69,6 +69,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "sd3": GUIDED | {"size": "64x64", "max_sequence_length": 77},
     "refined": GUIDED | {"size": "64x64", "num_inference_steps": 5},
     "hires": GUIDED | {"size": "128x128", "num_inference_steps": 3},
+    "enlarged": GUIDED | {"size": "128x128", "num_inference_steps": 3},
     "two_in_a_row": GUIDED | {"size": "64x64"},
 }
 
@@ -222,8 +223,8 @@ REFUSED: Mapping[str, tuple[Callable[[], GraphText], str]] = {
     "noise over nothing": (lambda: txt2img(denoise=0.5), "input denoise: it begins with an empty picture, so all"),
     "batch": (lambda: with_input(txt2img(), "EmptyLatentImage", batch_size=2), "input batch_size: it is not from 1 to"),
     "enlarging": (
-        lambda: with_input(hires(), "LatentUpscale", upscale_method="nearest-exact"),
-        "input upscale_method: 'nearest-exact': latents are enlarged in one way; there are bilinear",
+        lambda: with_input(hires(), "LatentUpscale", upscale_method="bislerp"),
+        "input upscale_method: 'bislerp': latents are not enlarged so; there are bilinear, nearest-exact, area, bicubic",
     ),
     "proportions": (lambda: with_input(hires(), "LatentUpscale", width=192), "it makes 192x128 of 64x64: keep the pro"),
     "texts": (two_texts, r"node 8 \(CLIPTextEncode\), input text: another text than that of node 4, and a request h"),
