@@ -121,7 +121,7 @@ LAWS = {
     "core.config": pure("core", "core.graph"),
     "core.costs": pure("core", *GRAPH, "core.costs"),
     "core.messages": pure(*MESSAGES),
-    "core.graph": pure("core.errors", *GRAPH),
+    "core.graph": pure("core.errors", "core.interpolation", *GRAPH),
     "core.cache": pure(*MESSAGES, "core.cache", NODE_CACHE),
     **dict.fromkeys(
         (CACHE, "core.cache.page_costs", "core.cache.priming_batches", "core.cache.request_prefetcher"),

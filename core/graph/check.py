@@ -8,12 +8,12 @@ from graphlib import CycleError, TopologicalSorter
 from typing import get_args
 
 from core.errors import WorkflowError
-from core.graph.interpolation import Interpolation
 from core.graph.op import OPS, Port
 from core.graph.port_checks import port_of, problems_of_ends, problems_of_ports
 from core.graph.risks import NEVER, Risks
 from core.graph.skipping import readers_of
 from core.graph.workflow import Edge, Node, Workflow, inputs_of, op_of, outputs_of, role_of
+from core.interpolation import Interpolation
 
 
 def check_workflow(workflow: Workflow) -> None:

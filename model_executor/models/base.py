@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import InvalidRequestError
-from core.graph.interpolation import Interpolation
+from core.interpolation import Interpolation
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
 from core.patches import PatchSet

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from core.graph.interpolation import Interpolation
 from core.graph.op import OpWork, Port, Sizes
 from core.graph.work import Work
 from core.graph.workflow import Node
+from core.interpolation import Interpolation
 from core.messages.message import Message
 from core.scheduling.ops.request_op import RequestOp
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from core.control import MAX_CONTROL_SCALE
-from core.graph.interpolation import Interpolation
+from core.interpolation import Interpolation
 from core.lora import MAX_SCALE
 from core.mask_request import MAX_GROW
 from core.sampling_params import MAX_GUIDANCE, MAX_INFERENCE_STEPS, MAX_PROMPT_CHARACTERS, MAX_SEED, MAX_SIDE, MIN_SIDE

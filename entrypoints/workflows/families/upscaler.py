@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import get_args
 
 from core.errors import WorkflowError
-from core.graph.interpolation import Interpolation
+from core.interpolation import Interpolation
 from entrypoints.workflows.connected import Connected
 from entrypoints.workflows.families.family_model import OF_ENGINE, FamilyModel, canvas_of, failure
 from entrypoints.workflows.lowered import Lowered

@@ -16,7 +16,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor, nn
 
 from core.errors import ConfigError, NonFiniteError
-from core.graph.interpolation import Interpolation
+from core.interpolation import Interpolation
 from core.model_info import ModelInfo
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import ModelCheckpoint

@@ -224,7 +224,7 @@ REFUSED: Mapping[str, tuple[Callable[[], GraphText], str]] = {
     "batch": (lambda: with_input(txt2img(), "EmptyLatentImage", batch_size=2), "input batch_size: it is not from 1 to"),
     "enlarging": (
         lambda: with_input(hires(), "LatentUpscale", upscale_method="bislerp"),
-        "input upscale_method: 'bislerp': latents are not enlarged so; there are bilinear, nearest-exact, area, bicubic",
+        "input upscale_method: 'bislerp': latents are not enlarged so; there are bilinear, nearest-",
     ),
     "proportions": (lambda: with_input(hires(), "LatentUpscale", width=192), "it makes 192x128 of 64x64: keep the pro"),
     "texts": (two_texts, r"node 8 \(CLIPTextEncode\), input text: another text than that of node 4, and a request h"),
