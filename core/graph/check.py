@@ -201,7 +201,7 @@ def _check_literals(workflow: Workflow, node: Node) -> None:
             wanted = _LITERALS.get(name, type(value))
             is_known = name != "method" or value in get_args(Interpolation)
             if type(value) is not wanted or not is_known or (name == "seed" and not 0 <= int(value) < 2**63):
-                raise _fail(workflow, node, f"its literal {name} cannot be {value!r:.40}; give a {wanted.__name__}")
+                raise _fail(workflow, node, f"its literal {name} cannot be {value!r:.40}, of type {wanted.__name__}")
     if not OPS[node.op].has_own_ports and node.canvas and node.canvas not in workflow.canvases:
         raise _fail(workflow, node, f"the workflow has no canvas {node.canvas}")
 

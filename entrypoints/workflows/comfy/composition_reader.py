@@ -175,6 +175,8 @@ class _Reader:
             found |= {"true_cfg_scale": cfg} if self._family == "flux" else {}
         if self._family:
             found["max_sequence_length"] = TEXT_TOKENS[self._family]
+        if self._edited()[1] is not None:
+            found["mask_aware"] = False
         if self._begin.kind == "VAEEncodeForInpaint" and (grown := int(self._begin.values["grow_mask_by"])) > 1:
             found["mask_grow"] = math.ceil((grown - 1) / 2)
         return found | _said_of(controls)

@@ -60,9 +60,9 @@ GUIDED = USUAL | {"negative_prompt": "grey"}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "txt2img": GUIDED | {"size": "64x64"},
     "img2img": GUIDED | {"num_inference_steps": 6, "strength": 0.5},
-    "inpainting": GUIDED,
-    "masked": GUIDED | {"num_inference_steps": 6, "strength": 0.5},
-    "inpainting_model": GUIDED,
+    "inpainting": GUIDED | {"mask_aware": False},
+    "masked": GUIDED | {"mask_aware": False, "num_inference_steps": 6, "strength": 0.5},
+    "inpainting_model": GUIDED | {"mask_aware": False},
     "lora": GUIDED | {"size": "64x64"},
     "controlnet": GUIDED | {"size": "64x64", "control_type": "edges", "control_scale": 0.8, "control_end": 0.5},
     "flux": USUAL | {"size": "64x64", "guidance_scale": 2.5, "max_sequence_length": 256},
