@@ -28,6 +28,7 @@ from comfy_graphs import (
 )
 
 import core.scheduling.ops  # noqa: F401  the check of a workflow looks ops up
+from core.config import EngineConfig, ModelConfig
 from core.errors import WorkflowError
 from core.graph.check import check_workflow
 from core.graph.workflow import Region
@@ -36,12 +37,15 @@ from core.sampling_params import SamplingParams
 from entrypoints.openai.fields.default_fields import check_defaults
 from entrypoints.workflows.comfy.__main__ import main
 from entrypoints.workflows.comfy.composition_reader import read_composition
+from entrypoints.workflows.comfy.graph_file import GraphFile
 from entrypoints.workflows.comfy.graph_reader import read_graph
 from entrypoints.workflows.comfy.program import program_of
+from entrypoints.workflows.comfy.served_graph import with_graphs
 from entrypoints.workflows.comfy.strength import asked_strength, exact_strength
 from entrypoints.workflows.import_limits import ImportLimits
 from entrypoints.workflows.import_messages import ImportOrder
 from entrypoints.workflows.importer import import_text
+from entrypoints.workflows.registered import Registered
 
 
 def workflow_of(graph: GraphText, name: str = "graph") -> Graph:
@@ -263,6 +267,19 @@ def test_what_no_workflow_can_say_is_refused_by_node_and_class(name: str) -> Non
     with pytest.raises(WorkflowError, match=problem) as caught:
         workflow_of(make())
     assert caught.value.node in make()
+
+
+def test_an_engine_that_has_the_model_of_a_graph_has_the_graph(tmp_path: Path) -> None:
+    file = tmp_path / "two models.json"
+    file.write_text(json.dumps(refined()))
+    models = tuple(ModelConfig(model=name, served_model_name=name) for name in ("sd", "sdxl", "refiner"))
+    registered = Registered((workflow_of(refined(), "two_models"),))
+    engines = {0: ("sd",), 1: ("sdxl",)}
+    config = EngineConfig(models=models, engines=engines, data_parallel_size=2, workflows=registered.workflows)
+    served = with_graphs(config, [GraphFile.read(file)])
+    assert served.engines == {0: ("sd",), 1: ("sdxl", "two_models")}
+    (*_, graph) = served.models
+    assert (graph.name, graph.model, graph.workflow, graph.refiner) == ("two_models", "sdxl", "two_models", "refiner")
 
 
 def test_text_never_becomes_code() -> None:
