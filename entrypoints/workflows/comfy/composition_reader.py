@@ -48,7 +48,8 @@ class _Reader:
         refines = [each.named.file != self._weights[0].named.file for each in self._weights]
         is_empty = self._begin.kind in EMPTY
         self._passes = read_passes(self._samplers, is_empty=is_empty, refines=refines)
-        self._family = self._family_of(graph)
+        self._family = self._family_of()
+        self._loras = tuple(map(_lora, self._weights[0].loras[::-1]))
 
     def composition(self) -> Composition:
         refiner = self._check_models()
@@ -65,20 +66,20 @@ class _Reader:
             self._weights[0].named,
             refiner.named if refiner else None,
             decodes_with_refiner,
-            {Named(str(node.values["lora_name"]), node, "lora_name").name: _lora_scale(node) for node in self._loras},
-            tuple(Named(str(node.values["lora_name"]), node, "lora_name") for node in self._loras),
+            {each.name: _lora_scale(each.node) for each in self._loras},
+            self._loras,
             controls,
             picture,
             mask,
             scale,
             str(self._latents.enlarger.values["upscale_method"]) if self._latents.enlarger else "bilinear",
-            self._defaults(size, controls),
+            self._defaults(size, mask, controls),
             self._left_out,
         )
 
     # ------------------------------------------------------------------------------------------------ weights
 
-    def _family_of(self, graph: Graph) -> str:
+    def _family_of(self) -> str:
         """flux, sd3, or "" for UNets, by what the graph says of its text encoders, latents and files."""
         text = Weights.at(self._positive[0].text.links["clip"]).loader
         kind, file = str(text.values.get("type", "")), self._weights[0].named.name.lower()
@@ -87,19 +88,15 @@ class _Reader:
         is_sd3 = kind == "sd3" or "sd3" in file or self._begin.kind == "EmptySD3LatentImage"
         return "sd3" if is_sd3 else ""
 
-    @property
-    def _loras(self) -> Sequence[Node]:
-        return self._weights[0].loras[::-1]
-
     def _check_models(self) -> Weights | None:
         """The refiner, if there is one."""
         base, refiner = self._weights[0], None
         if len(base.loras) > MAX_LORAS:
             raise base.loras[0].error(f"there are {len(base.loras)} adapters, and may be {MAX_LORAS}")
-        names = [Named(str(node.values["lora_name"]), node, "lora_name").name for node in self._loras]
-        for node, name in zip(self._loras, names, strict=True):
-            if names.count(name) > 1:
-                raise node.error("two nodes read this adapter; give it once, with the sum of the scales", "lora_name")
+        names = [each.name for each in self._loras]
+        if twice := next((each for each in self._loras if names.count(each.name) > 1), None):
+            problem = "two nodes read this adapter; give it once, with the sum of the scales"
+            raise twice.node.error(problem, twice.input)
         for weights, each in zip(self._weights, self._passes, strict=True):
             if not each.is_refiner:
                 if [node.id for node in weights.loras] != [node.id for node in base.loras]:
@@ -156,7 +153,7 @@ class _Reader:
             problem = "positive and negative pass other ControlNets; let both pass each ControlNetApplyAdvanced"
             raise self._samplers[0].error(problem, "negative")
 
-    def _defaults(self, size: str, controls: Sequence[Control]) -> dict[str, Literal]:
+    def _defaults(self, size: str, mask: Node | None, controls: Sequence[Control]) -> dict[str, Literal]:
         """What requests say that the graph says."""
         first, cfg = self._passes[0], float(self._samplers[0].values["cfg"])
         found: dict[str, Literal] = {"prompt": self._positive[0].words, "seed": first.seed}
@@ -175,7 +172,7 @@ class _Reader:
             found |= {"true_cfg_scale": cfg} if self._family == "flux" else {}
         if self._family:
             found["max_sequence_length"] = TEXT_TOKENS[self._family]
-        if self._edited()[1] is not None:
+        if mask is not None:
             found["mask_aware"] = False
         if self._begin.kind == "VAEEncodeForInpaint" and (grown := int(self._begin.values["grow_mask_by"])) > 1:
             found["mask_grow"] = math.ceil((grown - 1) / 2)
@@ -244,6 +241,10 @@ class _Reader:
             raise node.error("it steers another share of each sampler's steps, and a request says one", "end_percent")
         ((start, end),) = parts
         return Control(net, picture, float(node.values["strength"]), start, end)
+
+
+def _lora(node: Node) -> Named:
+    return Named(str(node.values["lora_name"]), node, "lora_name")
 
 
 def _lora_scale(node: Node) -> float:

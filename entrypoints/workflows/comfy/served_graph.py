@@ -14,6 +14,7 @@ from core.config import EngineConfig, ModelConfig
 from core.errors import WorkflowError
 from core.graph.workflow import Workflow
 from entrypoints.workflows.comfy.composition import Named
+from entrypoints.workflows.comfy.graph import Node, shown
 from entrypoints.workflows.comfy.graph_file import GraphFile
 from entrypoints.workflows.comfy.sampler_names import why_not
 
@@ -86,7 +87,8 @@ class ServedGraph:
 
     def _check_served(self, named: Named, known: Sequence[str], what: str) -> None:
         if named.name not in known:
-            raise self._error(named, f"no {what} is called {named.name}; there are {', '.join(known) or 'none'}")
+            problem = f"no {what} is called {shown(named.name)}; there are {', '.join(known) or 'none'}"
+            raise self._error(named.node, named.input, problem)
 
     def _check_samplers(self, base: ModelConfig) -> None:
         """Raises WorkflowError for a sampler that the models' schedulers do not do, as far as their files are here."""
@@ -97,11 +99,10 @@ class ServedGraph:
                 model = next(other for other in self.models if other.name == composition.refiner.name)
             config = _scheduler_of(model)
             if config is not None and (problem := why_not(config, each.sampler, each.schedule)):
-                where = Named(each.sampler, each.node, "sampler_name")
-                raise self._error(where, f"{model.name} cannot do that: {problem}")
+                raise self._error(each.node, "sampler_name", f"{model.name} cannot do that: {problem}")
 
-    def _error(self, named: Named, problem: str) -> WorkflowError:
-        error = named.node.error(problem, named.input)
+    def _error(self, node: Node, name: str, problem: str) -> WorkflowError:
+        error = node.error(problem, name)
         return WorkflowError(f"{self.file.path}: {error}", node=error.node, input=error.input)
 
 
