@@ -274,10 +274,10 @@ def test_an_engine_that_has_the_model_of_a_graph_has_the_graph(tmp_path: Path) -
     file.write_text(json.dumps(refined()))
     models = tuple(ModelConfig(model=name, served_model_name=name) for name in ("sd", "sdxl", "refiner"))
     registered = Registered((workflow_of(refined(), "two_models"),))
-    engines = {0: ("sd",), 1: ("sdxl",)}
+    engines = {0: ("sd", "refiner"), 1: ("sdxl",)}
     config = EngineConfig(models=models, engines=engines, data_parallel_size=2, workflows=registered.workflows)
     served = with_graphs(config, [GraphFile.read(file)])
-    assert served.engines == {0: ("sd",), 1: ("sdxl", "two_models")}
+    assert served.engines == {0: ("sd", "refiner"), 1: ("sdxl", "two_models")}
     (*_, graph) = served.models
     assert (graph.name, graph.model, graph.workflow, graph.refiner) == ("two_models", "sdxl", "two_models", "refiner")
 
