@@ -53,7 +53,7 @@ def defaults_of(workflow: Workflow | None) -> dict[str, Value]:
     return {name: value for name, value in parsed.items() if value is not None}
 
 
-@lru_cache(maxsize=MAX_PARSED)
+@lru_cache(maxsize=MAX_PARSED, typed=True)
 def _parsed(name: str, value: Literal) -> Value | None:
     return KNOWN[name].from_text(str(value))
 
