@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Self
 
 import msgspec
 
@@ -85,6 +86,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         steps = self.num_inference_steps
         assert steps is not None
         return steps - int(max(steps - min(steps * strength, steps), 0))
+
+    def with_steps(self, steps: int) -> Self:
+        """The same for a schedule of so many steps, all computed, at evenly spaced noise levels; 0: of its own."""
+        if not steps:
+            return self
+        return msgspec.structs.replace(self, num_inference_steps=steps, computed_steps=None, sigmas=None)
 
     def number(self, wanted: str | float) -> float:
         """The parameter of this name, which must be set, or the number itself."""

@@ -29,6 +29,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 import uvicorn
@@ -48,9 +49,12 @@ from entrypoints.key_reload import KeyReload
 from entrypoints.model_paths import check_model
 from entrypoints.openai.app import ServerSettings, create_app
 from entrypoints.openai.body.submission import STALL_SECONDS
+from entrypoints.openai.fields.default_fields import check_defaults
 from entrypoints.openai.fields.own_fields import check_inputs
 from entrypoints.run_until import run_until
 from entrypoints.serve_options import ServeOptions
+from entrypoints.workflows.comfy.graph_file import GraphFile, is_graph
+from entrypoints.workflows.comfy.served_graph import with_graphs
 from entrypoints.workflows.workflow_files import read_workflows
 
 FLUSH_SECONDS = 5  # for answers still being sent when the engine has stopped
@@ -81,10 +85,15 @@ def main(options: ServeOptions) -> int:
 
 
 def with_workflows(options: ServeOptions) -> ServeOptions:
-    """The options with the workflows of the files that they name. Raises WorkflowError."""
+    """The options with the workflows of the files that they name, and a model for each ComfyUI graph. Raises
+    WorkflowError, also for an input that requests cannot give.
+    """
     registered = read_workflows(options.workflow_files)
     check_inputs(registered.workflows)
+    for workflow in registered.workflows:
+        check_defaults(workflow)
     engine = msgspec.structs.replace(options.config.engine, classes=registered.classes, workflows=registered.workflows)
+    engine = with_graphs(engine, [GraphFile.read(Path(each)) for each in options.workflow_files if is_graph(each)])
     return replace(options, config=msgspec.structs.replace(options.config, engine=engine))
 
 

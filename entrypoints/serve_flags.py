@@ -147,7 +147,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "--workflow",
             ServeOptions,
             "file of workflows, or folder of such files, to register at the start; its code runs in workers, with all "
-            "that they may read; may be repeated",
+            "that they may read; or a ComfyUI graph in the form of its API, .json; may be repeated",
             "FILE_OR_FOLDER",
             repeats=True,
             field="workflow_files",

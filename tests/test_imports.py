@@ -121,7 +121,7 @@ LAWS = {
     "core.config": pure("core", "core.graph"),
     "core.costs": pure("core", *GRAPH, "core.costs"),
     "core.messages": pure(*MESSAGES),
-    "core.graph": pure("core.errors", *GRAPH),
+    "core.graph": pure("core.errors", "core.interpolation", *GRAPH),
     "core.cache": pure(*MESSAGES, "core.cache", NODE_CACHE),
     **dict.fromkeys(
         (CACHE, "core.cache.page_costs", "core.cache.priming_batches", "core.cache.request_prefetcher"),
@@ -190,10 +190,14 @@ LAWS = {
         (*SHARED, *SEEN, "entrypoints", *below(OPENAI), "entrypoints.playground", "entrypoints.workflows"), ENTRY
     ),
     f"{OPENAI}.fields": Law((*SHARED, *SEEN, "entrypoints", f"{OPENAI}.fields"), ENTRY),
-    "entrypoints.workflows": Law(("core", "core.graph", "core.ipc", OPS, "entrypoints.workflows"), SMALL),
+    "entrypoints.workflows": Law(
+        ("core", "core.graph", "core.ipc", OPS, "entrypoints.workflows", "entrypoints.workflows.comfy"), SMALL
+    ),
+    "entrypoints.workflows.comfy": Law(("core", "core.graph", "core.ipc", "entrypoints.workflows.comfy"), SMALL),
     "entrypoints.workflows.families": Law(("core", *GRAPH, *below("entrypoints.workflows")), SMALL),
     "entrypoints": Law(
-        (*SHARED, *SEEN, "entrypoints", "entrypoints.calibration", "entrypoints.workflows", *below(OPENAI)), ENTRY
+        (*SHARED, *SEEN, "entrypoints", "entrypoints.calibration", *below("entrypoints.workflows"), *below(OPENAI)),
+        ENTRY,
     ),
 }
 LAZY = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
+from typing import get_args
 
 from core.errors import WorkflowError
 from core.graph.op import OPS, Port
@@ -12,6 +13,7 @@ from core.graph.port_checks import port_of, problems_of_ends, problems_of_ports
 from core.graph.risks import NEVER, Risks
 from core.graph.skipping import readers_of
 from core.graph.workflow import Edge, Node, Workflow, inputs_of, op_of, outputs_of, role_of
+from core.interpolation import Interpolation
 
 
 def check_workflow(workflow: Workflow) -> None:
@@ -194,8 +196,18 @@ def _check_literals(workflow: Workflow, node: Node) -> None:
     for name in node.literals:
         if name not in OPS[node.op].literals and not OPS[node.op].has_own_ports:
             raise _fail(workflow, node, f"op {node.op} takes no literal {name}")
+    if not OPS[node.op].has_own_ports:
+        for name, value in node.literals.items():
+            wanted = _LITERALS.get(name, type(value))
+            is_known = name != "method" or value in get_args(Interpolation)
+            if type(value) is not wanted or not is_known or (name == "seed" and not 0 <= int(value) < 2**63):
+                raise _fail(workflow, node, f"its literal {name} cannot be {value!r:.40}, of type {wanted.__name__}")
     if not OPS[node.op].has_own_ports and node.canvas and node.canvas not in workflow.canvases:
         raise _fail(workflow, node, f"the workflow has no canvas {node.canvas}")
+
+
+_LITERALS: Mapping[str, type] = {"canvas": str, "method": str, "seed": int, "noise_first": bool, "starts_over": bool}
+"""Literal of an op -> the type of its value."""
 
 
 def _check_purpose(workflow: Workflow, node: Node) -> None:

@@ -81,6 +81,7 @@ class Region:
     end: Number = 1.0
     # Of nodes with ports of their own: how many rounds, or the input that says it; 0: the request says it apart.
     rounds: str | int = 0
+    steps: int = 0  # of denoising steps: of the whole schedule; 0: as many as the request has
 
     @property
     def is_part(self) -> bool:
@@ -154,6 +155,8 @@ class Workflow:
     is_mask_aware: bool = False  # its steps may compute the active tokens alone
     # Name of an adapter of the model that it serves, which all its requests have -> its scale.
     loras: Mapping[str, float] = field(default_factory=dict, hash=False)
+    # Field of requests for pictures -> its value in those over HTTP that leave it out.
+    defaults: Mapping[str, Literal] = field(default_factory=dict, hash=False)
 
     @property
     def title(self) -> str:

@@ -141,9 +141,9 @@ class View:
         value = self._values.get(key)
         return value is not None and not self.open_ranks.isdisjoint(value.ranks)
 
-    def seconds(self, request: Request, node: Node) -> float:
-        """Predicted time of running a node next, alone."""
-        return self._predictor.op_seconds(request.keys_of(node), op_of(node), request.work(node))
+    def seconds(self, request: Request, node: Node, degree: int = 1) -> float:
+        """Predicted time of running a node next, alone on so many ranks; 0 if that is unknown."""
+        return self._predictor.op_seconds(request.keys_of(node), op_of(node), request.work(node), degree)
 
     def batch_seconds(self, keys: ModelKeys, op: Op, work: Work, number: int = 1) -> float:
         """Predicted time of a batch of this number of items, each of this work; 0 for work unlike any observed."""

@@ -35,6 +35,7 @@ from entrypoints.openai.answer.workflow_object import own_ports, workflow_object
 from entrypoints.openai.body.submission import Submission, read_edit, read_generation, read_template
 from entrypoints.openai.body.upload_slots import UploadSlots
 from entrypoints.openai.edit_request import Operation, build_call, build_mask_call, missing
+from entrypoints.openai.fields.default_fields import defaults_of
 from entrypoints.openai.fields.fields import MASK_FIELDS
 from entrypoints.openai.fields.own_fields import OwnFields, OwnFieldsByModel
 from entrypoints.openai.guards.host_guard import HostGuard
@@ -210,7 +211,8 @@ def _answer(engine: AsyncEngine, request: Request, operation: Operation, submiss
         if operation == "image_mask":
             call = build_mask_call(submission, choice, _owner(request))
         else:
-            call = build_call(operation, submission, choice, _owner(request))
+            defaults = defaults_of(engine.workflow_of(choice.model))
+            call = build_call(operation, submission, choice, _owner(request), defaults)
     except StencilError:
         submission.close()
         raise

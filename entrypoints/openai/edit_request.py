@@ -18,6 +18,7 @@ from core.validation import check_filled
 from engine.client.control_input import ControlInput, control_inputs
 from engine.client.edit_types import EditInput
 from entrypoints.openai.body.submission import Submission
+from entrypoints.openai.fields.default_fields import OF_CONTROLS, left_open
 from entrypoints.openai.fields.field import Field, Value
 from entrypoints.openai.fields.fields import EDIT_FIELDS, GENERATION_FIELDS, QUALITY_FACTORS, parse_size
 
@@ -42,7 +43,7 @@ _SAMPLING_FIELDS = (
     "priority",
     "timeout",
 )
-CONTROL_FIELDS = ("control_type", "control_scale", "control_start", "control_end")
+NO_DEFAULTS: Mapping[str, Value] = {}
 _MASK_AWARE_FIELDS = ("mask_margin", "full_steps")
 
 
@@ -61,12 +62,21 @@ class ImagesCall:
     ignored_if_exact: tuple[str, ...]  # further ones if every token is computed
 
 
-def build_call(operation: Operation, submission: Submission, choice: ModelChoice, owner: str = "") -> ImagesCall:
-    """The call that a request makes. choice: what it names. owner: see EditInput. Raises InvalidRequestError."""
-    values, model = submission.values, choice.model
+def build_call(
+    operation: Operation,
+    submission: Submission,
+    choice: ModelChoice,
+    owner: str = "",
+    defaults: Mapping[str, Value] = NO_DEFAULTS,
+) -> ImagesCall:
+    """The call that a request makes. choice: what it names. owner: see EditInput. defaults: of the model's workflow.
+    Raises InvalidRequestError.
+    """
+    is_edit, given, model = operation == "image_edit", submission.values, choice.model
+    is_steered, length = bool(submission.controls), model.max_text_tokens
+    values = {**left_open(defaults, given, is_edit=is_edit, is_steered=is_steered, most_tokens=length), **given}
     refuse_unsupported(values)
     prompt = _require_prompt(values, model)
-    is_edit = operation == "image_edit"
     if is_edit:
         _require_image(submission)
     size = parse_size(str(values.get("size", "auto")))
@@ -82,7 +92,7 @@ def build_call(operation: Operation, submission: Submission, choice: ModelChoice
         template_id=str(values["template_id"]) if is_edit and values.get("template_id") else None,
         owner=owner,
         references=tuple(submission.references.values()) if sees_references else (),
-        controls=_controls(submission),
+        controls=_controls(submission, values),
         mask=submission.uploads.get("mask") or submission.uploads.get("mask_image"),
         mask_kind=_mask_kind(submission),
         padding_mask_crop=cast(int | None, values.get("padding_mask_crop")) if is_edit else None,
@@ -96,17 +106,17 @@ def build_call(operation: Operation, submission: Submission, choice: ModelChoice
         input_files=submission.input_files,
         **(_of_mask(values) if is_edit else {}),
     )
-    ignored = _ignored(operation, values, model)
+    ignored = [name for name in _ignored(operation, values, model) if name in given]
     return ImagesCall(
         operation=operation,
         edit=edit,
         choice=choice,
         stream=stream,
-        quality=_shown_quality(values),
+        quality=_shown_quality(given),
         background="opaque" if values.get("background") == "opaque" and "background" not in ignored else None,
         safety_identifier=safety_identifier(values),
         ignored=(*ignored, *(() if sees_references else submission.references), *submission.ignored),
-        ignored_if_exact=tuple(name for name in values if name in _MASK_AWARE_FIELDS),
+        ignored_if_exact=tuple(name for name in given if name in _MASK_AWARE_FIELDS),
     )
 
 
@@ -144,10 +154,10 @@ def build_mask_call(submission: Submission, choice: ModelChoice, owner: str = ""
     return ImagesCall("image_mask", edit, choice, False, None, None, None, ignored, ())
 
 
-def _controls(submission: Submission) -> tuple[ControlInput, ...]:
+def _controls(submission: Submission, said: Mapping[str, Value]) -> tuple[ControlInput, ...]:
     """The control pictures, and what is said of each. Raises InvalidRequestError."""
     pictures = list(submission.controls.values())
-    values: dict[str, Any] = {name: submission.values[name] for name in CONTROL_FIELDS if name in submission.values}
+    values: dict[str, Any] = {name: said[name] for name in OF_CONTROLS if name in said}
     if values and not pictures:
         name = next(iter(values))
         raise InvalidRequestError(f"Invalid '{name}': there is no 'control_image'; give one.", param=name)

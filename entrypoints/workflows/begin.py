@@ -13,3 +13,4 @@ class Begin:
 
     steps: Region  # the loop's, but for its name
     goes_on: Edge | None = None  # the latents that its first step reads as they are; None: the node's own
+    is_second: bool = False  # it noises latents that steps before have made, for a schedule of its own

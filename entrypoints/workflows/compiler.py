@@ -16,6 +16,7 @@ from core.run_class import RunClass
 from entrypoints.workflows.branch import Branch
 from entrypoints.workflows.built_in import Count, Gate, Join, Same, Switch
 from entrypoints.workflows.call import Call
+from entrypoints.workflows.canvases import scale_of
 from entrypoints.workflows.choice import Choice
 from entrypoints.workflows.connected import Connected
 from entrypoints.workflows.loop import Loop
@@ -83,9 +84,10 @@ class _Compiler:
             output_ports={name: port for name, (node, port) in results.items() if node in has_ports},
             regions=regions,
             inputs=tuple(self._inputs(regions)),
-            canvases={node.canvas: node.canvas for node in self._nodes if node.canvas},
+            canvases={node.canvas: scale_of(node.canvas) for node in self._nodes if node.canvas},
             is_mask_aware=len({node.region for node in self._nodes if node.region and not node.makes}) == 1,
             loras=self._loras or {},
+            defaults=workflow.defaults,
         )
         return Registered((graph,), tuple(self._classes.values()))
 
@@ -100,15 +102,17 @@ class _Compiler:
         if other := next((node for node in nodes if node.makes), None):
             problem = f"it is in a loop of {steps.name}, where the engine alone computes; put it before or behind"
             raise self._error(other.name, "", problem)
-        if not isinstance(loop.rounds, str):
-            problem = f"steps({loop.rounds}): requests say how many; give an int that is an input of the workflow"
-            raise self._error(steps.name, "", problem)
-        self._note_field(steps.name, loop.rounds, NUM_STEPS)
         region = self._passes.region(loop.name, steps)
         if region is None:
             problem = "a loop begins with what a LatentsGenerator makes; to go on with others, give it them as latents"
             raise self._error(steps.name, "latents", problem)
-        return region
+        if isinstance(loop.rounds, str):
+            self._note_field(steps.name, loop.rounds, NUM_STEPS)
+            return region
+        if not self._passes.is_second(steps):
+            problem = f"steps({loop.rounds}): requests say how many; give an int that is an input of the workflow"
+            raise self._error(steps.name, "", problem)
+        return replace(region, steps=loop.rounds)
 
     def _previews_of(self, nodes: tuple[Node, ...], picture: str) -> tuple[Node, ...]:
         """What shows the picture that a node makes on its way."""

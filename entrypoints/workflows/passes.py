@@ -38,6 +38,11 @@ class Passes:
         self._regions[name] = region
         return region
 
+    def is_second(self, step: Node) -> bool:
+        """Whether the loop of a step noises latents of steps before. step: as for `region`."""
+        begin = self._begins.get(next((edge.source for edge in step.inputs if edge.carried), ""))
+        return begin is not None and begin.is_second
+
     def shown(self, step: str) -> str:
         """The step whose rounds previews show for a picture of this one's: of those that go on from one another, the
         first, at which most of the noise is taken away."""

@@ -43,6 +43,7 @@ class Workflow:
         self.name = name
         self.inputs: dict[str, tuple[Value, bool]] = {}  # name -> (value, whether requests must give it)
         self.outputs: dict[str, Value] = {}
+        self.defaults: dict[str, Literal] = {}  # field of requests for pictures -> its value where they leave it out
         self.trace: list[Call | Choice | Meeting] = []  # a choice stands before its branches, a meeting behind them
         self.loops: list[Loop] = []
         self._loop: Loop | None = None  # in whose body it is
@@ -77,6 +78,15 @@ class Workflow:
         if self._loop is not None or self._branch is not None:
             self._fail("", f"output {name}: add it after the loop, which runs to its end, or the choice")
         self.outputs[name] = self._settled("", name, value)
+
+    def set_defaults(self, **fields: str | int | float | bool) -> None:
+        """What requests for pictures over HTTP are that leave these fields out: set_defaults(guidance_scale=4.5). They
+        go before those of the model and its adapters. The server checks them when it starts. Raises WorkflowError.
+        """
+        for name, value in fields.items():
+            if not isinstance(value, str | int | float | bool):
+                self._fail("", f"default {name}: it is a {type(value).__name__}; give text, a number or a bool")
+        self.defaults |= fields
 
     # ------------------------------------------------------------------------------------------------ what models do
 

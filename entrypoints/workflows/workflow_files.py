@@ -25,6 +25,7 @@ from core.errors import StencilError, WorkflowError
 from core.graph.check import check_workflow
 from core.graph.workflow import Workflow
 from core.run_class import MAX_SOURCE, RunClass
+from entrypoints.workflows.comfy.graph_file import GraphFile, is_graph
 from entrypoints.workflows.import_limits import ImportLimits
 from entrypoints.workflows.import_messages import ImportAnswer, ImportOrder
 from entrypoints.workflows.registered import Registered
@@ -48,8 +49,8 @@ _DEFAULT_LIMITS = ImportLimits()
 
 
 def read_workflows(paths: Iterable[str | Path], limits: ImportLimits = _DEFAULT_LIMITS) -> Registered:
-    """The workflows of these files, and of the .py files that are in these folders, for EngineConfig. Raises
-    WorkflowError that names the file, its node and input.
+    """The workflows of these files, which may be ComfyUI graphs, and of the .py files that are in these folders, for
+    EngineConfig. Raises WorkflowError that names the file, its node and input.
     """
     files = [file for path in paths for file in _files_at(Path(path).resolve())]
     with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
@@ -66,11 +67,7 @@ def _files_at(path: Path) -> list[Path]:
 
 
 def _read(path: Path, limits: ImportLimits) -> Registered:
-    try:
-        with path.open("rb") as file:
-            source = file.read(MAX_SOURCE + 1).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise WorkflowError(f"{path}: cannot be read: {error}", node="") from error
+    source = GraphFile.read(path).program if is_graph(path) else _text_of(path)
     if len(source) > MAX_SOURCE:
         raise WorkflowError(f"{path}: has more than {MAX_SOURCE} characters", node="")
     return _import(path.stem, str(path), source, limits, _Stop())
@@ -115,6 +112,14 @@ def _import(stem: str, file: str, source: str, limits: ImportLimits, stop: _Stop
     module = f"{re.sub(r'[^A-Za-z0-9_]', '_', stem)}_{digest}"
     order = ImportOrder(module, file, source, limits)
     return registered_of(order, *_ask(order, stop))
+
+
+def _text_of(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_SOURCE + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise WorkflowError(f"{path}: cannot be read: {error}", node="") from error
 
 
 def registered_of(order: ImportOrder, data: bytes, why: str) -> Registered:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import InvalidRequestError
+from core.interpolation import Interpolation
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
 from core.patches import PatchSet
@@ -73,6 +74,8 @@ class ImageInputs:
     sigmas: tuple[float, ...] | None = None
     part: tuple[float, float] = (0.0, 1.0)
     start: Tensor | None = None  # clean latents [image tokens, latent width]
+    starts_over: bool = False  # at full strength, too, the noise is over `start` or the template
+    noise_first: bool = False  # the seed draws the noise before what the VAE samples of the template
     is_exact: bool = True
     cache_salt: str | None = None
     references: Sequence[Tensor] = ()  # uint8 [height, width, 3] each; the sides are multiples of the token size
@@ -393,7 +396,9 @@ class Family(ABC):
         cache_salt: as in `ImageInputs`."""
 
     @abstractmethod
-    def upscale(self, latents: Tensor, grid: tuple[int, int], to_grid: tuple[int, int]) -> Tensor:
+    def upscale(
+        self, latents: Tensor, grid: tuple[int, int], to_grid: tuple[int, int], method: Interpolation = "bilinear"
+    ) -> Tensor:
         """Latents [image tokens, latent width] of a picture of another size, interpolated. grid, to_grid: image tokens
         as (rows, columns), of `latents` and of the result."""
 

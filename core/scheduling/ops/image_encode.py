@@ -45,6 +45,8 @@ class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
     references: tuple[ArrayRef, ...] = ()  # those that a step computes; of others only the number of tokens matters
     paged_reference_tokens: int = 0
     num_controls: int = 0  # control pictures
+    noise_first: bool = False  # the seed draws the noise before what the VAE samples of the template
+    starts_over: bool = False  # at full strength, too, the noise is over the latents or the picture, if it has any
 
 
 def _size(sizes: Sizes) -> Work:
@@ -52,9 +54,8 @@ def _size(sizes: Sizes) -> Work:
 
 
 def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
-    spec, sampling = request.picture, request.picture.sampling
-    canvas = spec.canvas(node.canvas)
-    region = request.workflow.begins[node.name]
+    spec, region = request.picture, request.workflow.begins[node.name]
+    sampling, canvas = spec.sampling.with_steps(region.steps), spec.canvas(node.canvas)
     paged = spec.num_paged_reference_tokens
     num_steps = sampling.steps_at(sampling.number(region.strength))
     assert sampling.seed is not None
@@ -64,7 +65,7 @@ def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
         mask=None if any(edge.input == "mask" for edge in node.inputs) else canvas.mask,
         width=canvas.width,
         height=canvas.height,
-        seed=sampling.seed,
+        seed=int(node.literals.get("seed", sampling.seed)),
         num_inference_steps=sampling.num_inference_steps,
         num_denoising_steps=num_steps,
         computed_steps=sampling.computed_of_last(num_steps),
@@ -77,6 +78,8 @@ def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
         references=() if paged else spec.references,
         paged_reference_tokens=paged,
         num_controls=0 if node.role else len(spec.controls),
+        noise_first=bool(node.literals.get("noise_first", False)),
+        starts_over=bool(node.literals.get("starts_over", False)),
     )
 
 
@@ -105,7 +108,7 @@ IMAGE_ENCODE = RequestOp(
         Port("sigmas", "noise levels"),
         Port("sampler", "sampler state", is_optional=True),
     ),
-    literals=("canvas",),
+    literals=("canvas", "seed", "noise_first", "starts_over"),
     begins_region=True,
     make=_make,
     note=_note,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from core.graph.op import OpWork, Port, Sizes
 from core.graph.work import Work
 from core.graph.workflow import Node
+from core.interpolation import Interpolation
 from core.messages.message import Message
 from core.scheduling.ops.request_op import RequestOp
 
@@ -22,6 +25,7 @@ class Upscale(Message, OpWork, frozen=True):
     height: int
     to_width: int
     to_height: int
+    method: Interpolation = "bilinear"
 
 
 def _size(sizes: Sizes) -> Work:
@@ -31,7 +35,8 @@ def _size(sizes: Sizes) -> Work:
 def _make(request: Request, node: Node, pages: NodePages) -> Upscale:
     (edge,) = node.inputs
     made, wanted = (request.spec.canvas(each.canvas) for each in (request.workflow.node(edge.source), node))
-    return Upscale(width=made.width, height=made.height, to_width=wanted.width, to_height=wanted.height)
+    sizes = {"width": made.width, "height": made.height, "to_width": wanted.width, "to_height": wanted.height}
+    return Upscale(**sizes, method=msgspec.convert(node.literals.get("method", "bilinear"), Interpolation))
 
 
 UPSCALE = RequestOp(
@@ -42,6 +47,6 @@ UPSCALE = RequestOp(
     part="encode",
     inputs=(Port("latents", "latents"),),
     outputs=(Port("latents", "latents"),),
-    literals=("canvas",),
+    literals=("canvas", "method"),
     make=_make,
 )

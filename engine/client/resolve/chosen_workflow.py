@@ -13,8 +13,14 @@ from core.model_info import ModelInfo
 from core.run_class import RUN_CLASS
 from core.sampling_params import SamplingParams
 
+TEMPLATE = "template"
+"""The input of workflows that is a request's picture."""
+
 CONTROL_PARAM = "control_image"
 """The parameter of requests by which they give the pictures that ControlNets see."""
+
+PARAMS = {CONTROLS.name: CONTROL_PARAM, TEMPLATE: "image"}
+"""Input of a workflow -> the parameter of requests, where that is called otherwise."""
 
 
 def chosen_workflow(
@@ -24,14 +30,16 @@ def chosen_workflow(
     *,
     finds_mask: bool = False,
     is_controlled: bool = False,
+    is_edit: bool = False,
     workflows: Mapping[str, Workflow] = WORKFLOWS,
 ) -> Workflow:
     """The first workflow of the catalog that takes all that the request gives, and whose roles the model has. sampling:
-    resolved. finds_mask: whether its mask is to be found. is_controlled: whether ControlNets steer it. workflows: that
-    engines run, by name. Raises InvalidRequestError if there is none: a parameter excludes another one, or is missing.
+    resolved. finds_mask: whether its mask is to be found. is_controlled: whether ControlNets steer it. is_edit: whether
+    it gives a picture. workflows: that engines run, by name. Raises InvalidRequestError if there is none: a parameter
+    excludes another one, or is missing.
     """
-    steering = {CONTROLS.name} if is_controlled else set[str]()
-    chosen = _first_able(model, sampling, class_label, steering, workflows)
+    pictures = ({CONTROLS.name} if is_controlled else set[str]()) | ({TEMPLATE} if is_edit else set[str]())
+    chosen = _first_able(model, sampling, class_label, pictures, workflows)
     if is_controlled and CONTROLS.name not in _names_of(chosen):
         chosen = _variant(chosen, workflows, controlled_name(chosen.name), CONTROL_PARAM)
     return _variant(chosen, workflows, selected_name(chosen.name), "mask") if finds_mask else chosen
@@ -48,19 +56,21 @@ def _first_able(
     model: ModelInfo,
     sampling: SamplingParams,
     class_label: int | None,
-    steering: Set[str],
+    pictures: Set[str],
     workflows: Mapping[str, Workflow],
 ) -> Workflow:
-    """steering: {"controls"} if ControlNets steer the request, which workflows without them have a variant for."""
+    """pictures: "controls" if ControlNets steer the request, which workflows without them have a variant for, and
+    "template" if it gives a picture to edit, which all take.
+    """
     served = [workflows[model.workflow]] if model.workflow else [*NAMED]
     able = [workflow for workflow in served if _has_roles(model, workflow)]
     numbers = [name for name in _deciding() if getattr(sampling, name) is not None]
     given = {"prompt" if class_label is None else "class_label", *numbers}
     for workflow in able:
-        if given <= _names_of(workflow) and _required(workflow) <= given | steering:
+        if given <= _names_of(workflow) and _required(workflow) <= given | pictures:
             return workflow
-    lacking = sorted(_required(able[0]) - given - steering)
-    missing = [CONTROL_PARAM if name == CONTROLS.name else name for name in lacking]
+    lacking = sorted(_required(able[0]) - given - pictures)
+    missing = [PARAMS.get(name, name) for name in lacking]
     why = f"'{model.name}' makes no pictures {'with' if numbers else 'without'} it"
     others = f" and {' and '.join(numbers[1:])}" if numbers[1:] else ""
     param = numbers[0] if numbers else missing[0]
@@ -73,7 +83,7 @@ def rounds_of(workflow: Workflow, model: ModelInfo, sampling: SamplingParams) ->
     resolved as to steps."""
     number = sampling.number
     return tuple(
-        model.num_steps_of(sampling, number(each.strength), number(each.begin), number(each.end))
+        model.num_steps_of(sampling.with_steps(each.steps), number(each.strength), number(each.begin), number(each.end))
         for each in workflow.regions
     )
 

@@ -7,6 +7,7 @@ import secrets
 import msgspec
 
 from core.errors import InvalidRequestError
+from core.graph.workflow import Workflow
 from core.model_info import ModelInfo
 from core.sampling_params import MAX_IMAGES, SamplingParams
 from core.step_schedule import StepScheduleName, schedule_for
@@ -16,10 +17,15 @@ MAX_RANDOM_SEED = 2**53 - MAX_IMAGES
 """Keeps all seeds of an edit (one per image) below 2**53, which every language reads exactly from a JSON number."""
 
 
-def resolve(sampling: SamplingParams, model: ModelInfo, step_schedule: StepScheduleName = "full") -> SamplingParams:
+def resolve(
+    sampling: SamplingParams,
+    model: ModelInfo,
+    step_schedule: StepScheduleName = "full",
+    workflow: Workflow | None = None,
+) -> SamplingParams:
     """Fill in the model's defaults, except full_steps and mask_margin, and draw a seed if there is none. step_schedule:
-    the server's, which models without a calibrated one and edits that ask to be exact do not follow. Raises
-    InvalidRequestError for values that the model does not support.
+    the server's, which models without a calibrated one and edits that ask to be exact do not follow. workflow: of all
+    its requests; None: they choose. Raises InvalidRequestError for values that the model does not support.
     """
     if model.num_classes:  # there is neither text nor a picture
         sampling = msgspec.structs.replace(sampling, max_sequence_length=None, negative_prompt=None, strength=1.0)
@@ -55,7 +61,7 @@ def resolve(sampling: SamplingParams, model: ModelInfo, step_schedule: StepSched
     _check_steps_left("strength", sampling.strength, resolved.num_denoising_steps)
     if sampling.hires_scale is not None:
         _check_steps_left("hires_strength", sampling.hires_strength, resolved.steps_at(resolved.hires_strength))
-    start = _refiner_start(sampling, model, resolved.num_denoising_steps)
+    start = _refiner_start(sampling, model, resolved.num_denoising_steps, workflow)
     return msgspec.structs.replace(resolved, refiner_start=start)
 
 
@@ -68,12 +74,17 @@ def _steps(sampling: SamplingParams, model: ModelInfo) -> tuple[int, tuple[float
     return steps, sigmas if model.takes_sigmas and sigmas is not None and len(sigmas) == steps else None
 
 
-def _refiner_start(sampling: SamplingParams, model: ModelInfo, num_steps: int) -> float | None:
+def _refiner_start(
+    sampling: SamplingParams, model: ModelInfo, num_steps: int, workflow: Workflow | None
+) -> float | None:
     """Where the refiner takes over; of one step nothing is left for it. num_steps: that are run."""
-    if "refiner" not in model.roles:
+    says_itself = workflow is not None and all(port.name != "refiner_start" for port in workflow.inputs)
+    is_shared = any(each.is_part for each in workflow.regions) if workflow else "refiner" in model.roles
+    if not is_shared:
         return sampling.refiner_start
     if num_steps > 1:
-        return model.default_refiner_start if sampling.refiner_start is None else sampling.refiner_start
+        is_open = sampling.refiner_start is None and not says_itself
+        return model.default_refiner_start if is_open else sampling.refiner_start
     if model.workflow:
         raise _cannot("num_inference_steps", "one step is run, which leaves none for the refiner; give more")
     if sampling.refiner_start is not None:

@@ -64,7 +64,8 @@ class EditPreparation:
         self._edit = edit
         self._memory = memory
         self._span = span
-        self._sampling = resolve(edit.sampling, model, services.config.step_schedule)
+        fixed = services.served.workflows[model.workflow] if model.workflow else None
+        self._sampling = resolve(edit.sampling, model, services.config.step_schedule, fixed)
         self._workflow = self._chosen_workflow()
         _check_partial_images(edit, self._workflow)
         self._values = ClassValues(self._workflow, memory)
@@ -79,9 +80,15 @@ class EditPreparation:
         if edit.makes_mask:
             return FIND_MASK
         finds_mask = edit.mask_request is not None
-        given = self._model, self._sampling, self._class_label
-        workflows = self._services.served.workflows
-        return chosen_workflow(*given, finds_mask=finds_mask, is_controlled=bool(edit.controls), workflows=workflows)
+        return chosen_workflow(
+            self._model,
+            self._sampling,
+            self._class_label,
+            finds_mask=finds_mask,
+            is_controlled=bool(edit.controls),
+            is_edit=edit.image is not None or edit.template_id is not None,
+            workflows=self._services.served.workflows,
+        )
 
     @property
     def smallest_shape(self) -> RequestShape:

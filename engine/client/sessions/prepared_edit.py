@@ -115,18 +115,19 @@ class PreparedEdit:
     @property
     def num_denoising_steps(self) -> int:
         """Denoising steps of all passes, computed or left out."""
-        return sum(self.sampling.steps_at(strength) for strength in self._strengths)
+        return sum(sampling.steps_at(strength) for sampling, strength in self._passes)
 
     @property
     def num_steps_computed(self) -> int:
         """Those of them that are computed."""
-        sampling = self.sampling
-        return sum(len(sampling.computed_of_last(sampling.steps_at(strength))) for strength in self._strengths)
+        return sum(len(sampling.computed_of_last(sampling.steps_at(strength))) for sampling, strength in self._passes)
 
     @property
-    def _strengths(self) -> list[float]:
-        """The strength of each pass over the noise levels. Regions that are parts of one pass count once."""
-        return [self.sampling.number(each.strength) for each in self.graph.regions if each.begin == 0.0]
+    def _passes(self) -> list[tuple[SamplingParams, float]]:
+        """How each pass over the noise levels is sampled, and its strength. Regions that are parts of one pass count
+        once."""
+        passes = (each for each in self.graph.regions if each.begin == 0.0)
+        return [(self.sampling.with_steps(each.steps), self.sampling.number(each.strength)) for each in passes]
 
     @property
     def num_full_steps(self) -> int:

@@ -9,7 +9,7 @@ from core.graph.controlling import CONTROLS
 from core.graph.op import Port
 from entrypoints.workflows.connected import Connected
 from entrypoints.workflows.data_type import Image
-from entrypoints.workflows.families.family_model import OF_ENGINE, FamilyModel
+from entrypoints.workflows.families.family_model import OF_ENGINE, FamilyModel, scaled_canvas
 from entrypoints.workflows.request_fields import HIRES_SCALE
 
 
@@ -18,6 +18,7 @@ class ControlEncode(FamilyModel):
 
     op = "control_encode"
     fields: ClassVar[Mapping[str, Port]] = {"image": CONTROLS, "scale": HIRES_SCALE}
+    plain = ("scale",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,4 +30,4 @@ class ControlEncode(FamilyModel):
 
     def canvas(self, connected: Connected) -> str:
         """The one that `scale` says, as of LatentsGenerator."""
-        return HIRES_SCALE.name if "scale" in connected.given else ""
+        return scaled_canvas(connected)

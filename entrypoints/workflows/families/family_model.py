@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar, NoReturn
 
 from core.errors import WorkflowError
 from core.graph.form import tensor
 from core.graph.op import Port
 from core.graph.workflow import Edge, Node
+from entrypoints.workflows.canvases import canvas_by_scale
 from entrypoints.workflows.connected import Connected
 from entrypoints.workflows.lowered import Lowered
 from entrypoints.workflows.model import Model
@@ -28,6 +29,7 @@ class FamilyModel(Model):
     op: ClassVar[str]
     part: ClassVar[str] = ""  # what follows the role's name in the name of its own; the denoiser is the role itself
     fields: ClassVar[Mapping[str, Port]] = {}  # input -> the field of requests that it is given
+    plain: ClassVar[Collection[str]] = ()  # those of them that may be numbers instead, the same for all requests
     repeats: ClassVar[bool] = False  # whether it is called in loops, and nowhere else
 
     def __init__(self, role: str = "") -> None:
@@ -76,7 +78,9 @@ class FamilyModel(Model):
             where = "in `for step in steps(n)`" if self.repeats else "before or after a loop"
             raise failure(connected, "", f"call it {where}")
         for name in connected.literals:
-            raise failure(connected, name, "it is a literal, and what the request says; give an input of the workflow")
+            if name not in self.plain:
+                problem = "it is a literal, and what the request says; give an input of the workflow"
+                raise failure(connected, name, problem)
         for edge in connected.edges:
             if edge.input in self.fields:
                 raise failure(connected, edge.input, "the request says it; give an input of the workflow")
@@ -88,6 +92,14 @@ class FamilyModel(Model):
 def canvas_of(connected: Connected, name: str) -> str:
     """The canvas that an input is of; "": that of the final picture, or there is no such input."""
     return next((connected.canvases[edge.source] for edge in connected.edges if edge.input == name), "")
+
+
+def scaled_canvas(connected: Connected) -> str:
+    """The canvas that an input `scale` says; "": there is none. Raises WorkflowError."""
+    try:
+        return canvas_by_scale(connected)
+    except ValueError as error:
+        raise failure(connected, "scale", str(error)) from error
 
 
 def failure(connected: Connected, name: str, problem: str) -> WorkflowError:

@@ -137,14 +137,14 @@ class FluxFill(Flux):
     def _initial_latents(self, inputs: ImageInputs, image: Tensor, sigma: Tensor, generator: torch.Generator) -> Tensor:
         """Noise, mixed with the latents of the image, or `start`, when sampling starts below full noise. image: the
         template, of which `to_image` has made it."""
-        shape = self._latent_shape(image)
+        shape, of_template = self._latent_shape(image), self._of_template(inputs, generator)
         if sigma == 1.0 or inputs.goes_on:
-            self._draw(shape, generator)  # the posterior noise: multiplied by 0, but drawn first
+            self._draw(shape, of_template)  # the posterior noise: multiplied by 0, but drawn first
             return self._draw(shape, generator)
         if inputs.start is None:
-            clean = self._template_sample(inputs, image, generator)
+            clean = self._template_sample(inputs, image, of_template)
         else:
-            posterior_noise = self._draw(shape, generator)  # drawn as diffusers does, but not used
+            posterior_noise = self._draw(shape, of_template)  # drawn as diffusers does, but not used
             clean = self._unpacked_like(posterior_noise, inputs.start)
         noise = self._draw(shape, generator)
         sigma = sigma.to(self._device, clean.dtype).reshape(1, 1, 1, 1)

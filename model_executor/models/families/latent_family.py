@@ -150,7 +150,8 @@ class NoisedTemplate(LatentFamily):
     def _clean_and_noise(self, inputs: ImageInputs, image: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Clean latents of the template, and the initial noise, [image tokens, latent width] each. image: the template,
         of which `to_image` has made it."""
-        clean = pack(self._template_sample(inputs, image, generator if self.samples_template else None))
+        of_template = self._of_template(inputs, generator) if self.samples_template else None
+        clean = pack(self._template_sample(inputs, image, of_template))
         noise = pack(self._draw(self._latent_shape(image), generator))
         if self._draws_masked_image(inputs):
             self._draw(self._latent_shape(image), generator)

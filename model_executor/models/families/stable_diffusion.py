@@ -205,12 +205,12 @@ class UnetFamily(TimestepFamily):
         generator = torch.Generator("cpu").manual_seed(inputs.seed)
         image, mask = to_image(self._here(inputs.template)), self._here(inputs.mask)
         run = self._sampling.run(inputs.num_inference_steps, inputs.num_denoising_steps, inputs.part)
-        is_whole = inputs.num_denoising_steps == inputs.num_inference_steps
+        is_whole = inputs.num_denoising_steps == inputs.num_inference_steps and not inputs.starts_over
         clean = None
         if inputs.goes_on and not self._sees_mask:
             clean = self._template_sample(inputs, image, torch.Generator("cpu").manual_seed(inputs.seed))
         elif not (inputs.goes_on or (is_whole and self._sees_mask)):
-            clean = self._template_sample(inputs, image, generator)
+            clean = self._template_sample(inputs, image, self._of_template(inputs, generator))
         noise = self._draw(self._latent_shape(image), generator)
         if inputs.goes_on:
             latents = noise

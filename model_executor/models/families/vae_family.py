@@ -16,6 +16,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor, nn
 
 from core.errors import ConfigError, NonFiniteError
+from core.interpolation import Interpolation
 from core.model_info import ModelInfo
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import ModelCheckpoint
@@ -285,10 +286,12 @@ class VaeFamily(Family):
         is computed there: this takes a fourth of the bytes, and little of this thread's time."""
         return upload(pixels, self._device) if pixels.device.type == "cpu" else pixels.to(self._device)
 
-    def upscale(self, latents: Tensor, grid: tuple[int, int], to_grid: tuple[int, int]) -> Tensor:
+    def upscale(
+        self, latents: Tensor, grid: tuple[int, int], to_grid: tuple[int, int], method: Interpolation = "bilinear"
+    ) -> Tensor:
         size = [side * self.patch for side in to_grid]
         pixels = unpack(latents, grid, self.patch).float()
-        enlarged = nn.functional.interpolate(pixels, size=size, mode="bilinear", align_corners=False)
+        enlarged = nn.functional.interpolate(pixels, size=size, mode=method)
         return pack(enlarged, self.patch).to(latents.dtype)
 
     def _unpacked_like(self, like: Tensor, packed: Tensor) -> Tensor:
@@ -311,6 +314,10 @@ class VaeFamily(Family):
             shape, generator=generator, device=self._device, dtype=dtype or self._checkpoint.dtype
         )
         return noise
+
+    def _of_template(self, inputs: ImageInputs, generator: torch.Generator) -> torch.Generator:
+        """Draws what the VAE samples of the template. generator: draws the noise, afterwards."""
+        return torch.Generator("cpu").manual_seed(inputs.seed) if inputs.noise_first else generator
 
     def _posterior_sample(
         self, image: Tensor, generator: torch.Generator | None, is_exact: bool, key: PictureKey | None = None

@@ -38,6 +38,8 @@ def encode_image(context: WorkerContext, items: Sequence[Item]) -> list[ItemResu
         references=[context.shared(reference) for reference in work.references],
         paged_reference_tokens=work.paged_reference_tokens,
         num_controls=work.num_controls,
+        noise_first=work.noise_first,
+        starts_over=work.starts_over,
     )
     image = context.models[item.model].encode_image(inputs)
     sigmas = _computed(image.sigmas, work)

@@ -16,5 +16,5 @@ def upscale(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
     assert isinstance(work, Upscale)
     (latents,) = (context.read(ref) for ref in item.inputs)
     grid, to_grid = family.grid(work.width, work.height), family.grid(work.to_width, work.to_height)
-    tensors = context.put(item, {"latents": family.upscale(latents, grid, to_grid)})
+    tensors = context.put(item, {"latents": family.upscale(latents, grid, to_grid, work.method)})
     return [ItemResult(item.request_id, item.node, tensors)]

@@ -97,6 +97,13 @@ WRONG = {
         "",
     ),
     "unknown literal": (inpaint_with("decode", literals={"size": 3}), "takes no literal size", "decode", ""),
+    "no seed": (inpaint_with("image_encode", literals={"seed": -1}), "cannot be -1, of type int", "image_encode", ""),
+    "no switch": (
+        inpaint_with("image_encode", literals={"noise_first": 1}),
+        "cannot be 1, of type bool",
+        "image_encode",
+        "",
+    ),
     "unknown canvas": (inpaint_with("image_encode", literals={"canvas": "big"}), "no canvas big", "image_encode", ""),
     "repeated output": (replace(INPAINT, outputs={"picture": "denoise"}), "an output must run once", "denoise", ""),
     "no output": (replace(INPAINT, outputs={"picture": "dream"}), "there is no node dream", "dream", ""),

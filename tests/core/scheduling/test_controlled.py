@@ -268,7 +268,7 @@ def test_no_controlnet_is_beside_where_others_make_steps() -> None:
 
 
 def test_a_step_whose_controlnets_take_long_is_not_shared_while_others_wait() -> None:
-    """It is not known what ranks gain that share them."""
+    """It is not known what ranks gain that share them, until both were seen."""
 
     def efficient_degree(seconds: float) -> int:
         rig = Rig(num_ranks=2)

@@ -514,8 +514,27 @@ def other_canvas(w: Written) -> None:
     w.denoised(latents, prompt_embeds, lambda latents: ControlNet()(latents, prompt_embeds, controls))
 
 
-def literal_scale(w: Written) -> None:
-    w.generator(w.seed, scale=2.0)
+def wrong_scale(w: Written) -> None:
+    w.generator(w.seed, scale=9.0)
+
+
+def wrong_strength(w: Written) -> None:
+    w.generator(w.seed, strength=0.0)
+
+
+def wrong_switch(w: Written) -> None:
+    w.generator(w.seed, noise_first=1)
+
+
+def seed_of_the_first_loop(w: Written) -> None:
+    w.generator(5)
+
+
+def seed_that_is_none(w: Written) -> None:
+    latents, prompt_embeds = w.begin()
+    for _ in steps(w.number):
+        latents = denoise(w.denoiser(latents, prompt_embeds), latents)
+    w.generator(-1, latents=latents)
 
 
 def optional_scale(w: Written) -> None:
@@ -602,7 +621,11 @@ REFUSED = {
     two_scales: "node latents_generator_2, input other: two inputs of the workflow are the request's hires_scale",
     large_latents: "node upscaler, input latents: they are of the whole picture already",
     other_canvas: "node control_net, input ref_image: they have another size than the latents",
-    literal_scale: "node latents_generator, input scale: it is a literal",
+    wrong_scale: r"node latents_generator, input scale: it is 9.0; give a number from 1\.1 to 4",
+    wrong_strength: "node latents_generator, input strength: it is 0.0; give a number above 0 and at most 1",
+    wrong_switch: "node latents_generator, input noise_first: it is 1; give True, or leave it out",
+    seed_of_the_first_loop: "node latents_generator, input seed: requests say the seed of a loop without latents",
+    seed_that_is_none: "node latents_generator_2, input seed: it is -1; give a number from 0 to 9223372036854775807",
     optional_scale: "node latents_generator, input scale: each request gives its hires_scale",
     scale_as_strength: "input both: input both of the workflow is the request's hires_scale already",
     start_of_nothing: "node latents_generator, input latents: denoising_start is for latents to go on with",

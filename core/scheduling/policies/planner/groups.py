@@ -98,8 +98,8 @@ class Predictions:
         found = self._known.get(key)
         if found is None:
             speeds, work = self._speeds.of(view, request), view.work_left(request)
-            beside = _seconds_beside(view, request)
-            whole = {degree: seconds + beside for degree, seconds in speeds.seconds.items()}
+            beside = _seconds_beside(view, request, speeds.seconds)
+            whole = {degree: seconds + beside[degree] for degree, seconds in speeds.seconds.items()}
             efficient, lossless = (_degree(whole, share) for share in (EFFICIENT, LOSSLESS))
             found = Prediction(
                 speeds.seconds,
@@ -116,13 +116,17 @@ class Predictions:
         return found
 
 
-def _seconds_beside(view: View, request: Request) -> float:
-    """Seconds of what works for a step, its ControlNets, on one rank. Profiles do not say what several gain there, so
-    that counts as nothing.
+def _seconds_beside(view: View, request: Request, degrees: Collection[int]) -> dict[int, float]:
+    """Degree -> seconds of what works for a step, its ControlNets, on so many ranks; where that was not seen, what most
+    took.
     """
-    step = request.step_node
-    nodes = request.workflow.nodes_of(step.region) if step is not None else ()
-    return sum(view.seconds(request, node) for node in nodes if op_of(node).serves_step)
+    step, found = request.step_node, dict.fromkeys(degrees, 0.0)
+    for node in request.workflow.nodes_of(step.region) if step is not None else ():
+        if op_of(node).serves_step:
+            seen = {degree: view.seconds(request, node, degree) for degree in degrees}
+            for degree, seconds in seen.items():
+                found[degree] += seconds or max(seen.values())
+    return found
 
 
 def _is_small(view: View, request: Request, speeds: Speeds) -> bool:

@@ -20,7 +20,7 @@ from core.errors import InvalidRequestError
 from core.lora import named_loras
 from core.reference_pictures import ReferencePictures
 from core.sampling_params import SamplingParams
-from entrypoints.openai.edit_request import CONTROL_FIELDS
+from entrypoints.openai.fields.default_fields import OF_CONTROLS
 from entrypoints.openai.fields.fields import EDIT_FIELDS
 
 BOUNDED = sorted({name for name, field in EDIT_FIELDS.items() if field.high} & {*SamplingParams.__struct_fields__})
@@ -663,7 +663,7 @@ def test_any_text_is_parsed_or_refused(name: str, text: str) -> None:
             "class_label": (int, str),
             "mask_points": (tuple, NoneType),
             "mask_box": (tuple, NoneType),
-            **dict.fromkeys(CONTROL_FIELDS, (tuple,)),
+            **dict.fromkeys(OF_CONTROLS, (tuple,)),
         }
         assert type(value) in unions.get(name, kinds[EDIT_FIELDS[name].kind])
 
@@ -685,6 +685,6 @@ def test_any_json_is_parsed_or_refused(name: str, value: Any) -> None:
         if name == "class_label" and isinstance(value, str):
             value = EDIT_FIELDS[name].from_text(value)
         expected = as_tuples(value) if name in ("mask_points", "mask_box") else value
-        if name in CONTROL_FIELDS and value is not None:
+        if name in OF_CONTROLS and value is not None:
             expected = tuple(value) if isinstance(value, list) else (value,)
         assert parsed == (named_loras(value) if name == "lora" else expected)

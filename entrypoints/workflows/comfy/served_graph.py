@@ -1,0 +1,115 @@
+"""ServedGraph: a ComfyUI graph as a model of a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from core.config import EngineConfig, ModelConfig
+from core.errors import WorkflowError
+from core.graph.workflow import Workflow
+from entrypoints.workflows.comfy.composition import Named
+from entrypoints.workflows.comfy.graph import Node, shown
+from entrypoints.workflows.comfy.graph_file import GraphFile
+from entrypoints.workflows.comfy.sampler_names import why_not
+
+
+def with_graphs(engine: EngineConfig, files: Sequence[GraphFile]) -> EngineConfig:
+    """A configuration, among whose workflows are those of the files, with a model for each. An engine that has the
+    model that a graph names has the graph's, too. Raises WorkflowError.
+    """
+    models, engines = engine.models, dict(engine.engines)
+    by_name = {workflow.name: workflow for workflow in engine.workflows}
+    for file in files:
+        served = ServedGraph(file, engine.models)
+        models = (*models, served.model())
+        by_name[file.name] = served.workflow(by_name[file.name])
+        base = served.base.name
+        engines = {rank: (*names, file.name) if base in names else names for rank, names in engines.items()}
+    return msgspec.structs.replace(engine, models=models, engines=engines, workflows=tuple(by_name.values()))
+
+
+@dataclass(frozen=True)
+class ServedGraph:
+    """It is served under its name by the model that it names: one of this name, without its file's folder and ending.
+    So are its adapters, ControlNets and refiner.
+    """
+
+    file: GraphFile
+    models: Sequence[ModelConfig]  # of the server, without graphs
+
+    def model(self) -> ModelConfig:
+        """The model that it is. It has the weights of the one that the graph names, which are loaded once. Raises
+        WorkflowError that names the node for what is not served.
+        """
+        base, name = self.base, self.file.name
+        composition = self.file.composition
+        if name in (known := [each.name for each in self.models]):
+            raise WorkflowError(f"{self.file.path}: a model is called {name}; rename the file", node="")
+        adapters = {each.name: each for each in base.adapters}
+        for named in composition.lora_files:
+            self._check_served(named, list(adapters), f"adapter of {base.name}")
+        for control in composition.controls:
+            self._check_served(control.net, list(base.controls), f"control type of {base.name}")
+        refiner = base.refiner
+        if composition.refiner is not None:
+            self._check_served(composition.refiner, known, "model")
+            refiner = composition.refiner.name
+        self._check_samplers(base)
+        return msgspec.structs.replace(
+            base,
+            served_model_name=name,
+            workflow=name,
+            refiner=refiner,
+            adapters=tuple(
+                msgspec.structs.replace(adapters[lora], name=self._adapter(lora)) for lora in composition.loras
+            ),
+        )
+
+    @property
+    def base(self) -> ModelConfig:
+        """The served model that the graph names. Raises WorkflowError."""
+        named = self.file.composition.model
+        self._check_served(named, [each.name for each in self.models], "model")
+        return next(each for each in self.models if each.name == named.name)
+
+    def workflow(self, read: Workflow) -> Workflow:
+        """The workflow that was read, with the adapters of its model: adapters have names of their own in a server."""
+        return replace(read, loras={self._adapter(name): scale for name, scale in read.loras.items()})
+
+    def _adapter(self, name: str) -> str:
+        return f"{self.file.name}:{name}"
+
+    def _check_served(self, named: Named, known: Sequence[str], what: str) -> None:
+        if named.name not in known:
+            problem = f"no {what} is called {shown(named.name)}; there are {', '.join(known) or 'none'}"
+            raise self._error(named.node, named.input, problem)
+
+    def _check_samplers(self, base: ModelConfig) -> None:
+        """Raises WorkflowError for a sampler that the models' schedulers do not do, as far as their files are here."""
+        composition = self.file.composition
+        for each in composition.passes:
+            model = base
+            if each.is_refiner and composition.refiner is not None:
+                model = next(other for other in self.models if other.name == composition.refiner.name)
+            config = _scheduler_of(model)
+            if config is not None and (problem := why_not(config, each.sampler, each.schedule)):
+                raise self._error(each.node, "sampler_name", f"{model.name} cannot do that: {problem}")
+
+    def _error(self, node: Node, name: str, problem: str) -> WorkflowError:
+        error = node.error(problem, name)
+        return WorkflowError(f"{self.file.path}: {error}", node=error.node, input=error.input)
+
+
+def _scheduler_of(model: ModelConfig) -> Mapping[str, Any] | None:
+    """What its scheduler_config.json says; None: it is not in a directory here, or cannot be read, as loading says."""
+    try:
+        read = json.loads((Path(model.model) / "scheduler" / "scheduler_config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return read if isinstance(read, dict) else None
