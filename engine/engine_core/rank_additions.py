@@ -107,8 +107,9 @@ class RankAdditions:
         for message in self._made.values():
             self._tell(rank, message)
         for load in self._loads.values():
-            load.waiting.add(rank)
-            self._tell(rank, load.message)
+            if load.failure is None:  # else no rank keeps it, and it may be what has ended this one
+                load.waiting.add(rank)
+                self._tell(rank, load.message)
 
     def _end_if_over(self, request_id: str) -> Answer | None:
         return None if self._loads[request_id].waiting else self._end(self._loads.pop(request_id))

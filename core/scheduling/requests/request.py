@@ -159,7 +159,7 @@ class Request:
         if workflow is None:
             raise InvalidRequestError(f"there is no workflow {head.workflow!r}", param="workflow")
         if len(head.rounds) != len(workflow.regions) or min(head.rounds, default=1) < 1:
-            message = f"workflow {workflow.name} takes {len(workflow.regions)} numbers of rounds, each at least 1"
+            message = f"workflow {workflow.title} takes {len(workflow.regions)} numbers of rounds, each at least 1"
             raise InvalidRequestError(message, param="rounds")
         _check_given(head.spec, workflow)
         rounds = dict(zip((region.name for region in workflow.regions), head.rounds, strict=True))
@@ -350,7 +350,7 @@ def _check_given(spec: Spec, workflow: Workflow) -> None:
     if isinstance(spec, RunSpec) is workflow.is_for_pictures:
         picture, values = "a picture", "values of classes"
         made, asked = (picture, values) if workflow.is_for_pictures else (values, picture)
-        message = f"workflow {workflow.name} makes {made}, and the request asks for {asked}; name another"
+        message = f"workflow {workflow.title} makes {made}, and the request asks for {asked}; name another"
         raise InvalidRequestError(message, param="workflow")
     own = workflow.own_inputs
     required = [port for port in workflow.inputs if not port.is_optional]
@@ -362,7 +362,7 @@ def _check_given(spec: Spec, workflow: Workflow) -> None:
         lacking += [(f"a canvas {name}", "canvases") for name in workflow.canvases if name not in spec.canvases]
     lacking += [(f"memory for its {name}", "outputs") for name in workflow.outputs if name not in spec.outputs]
     for what, param in lacking:
-        raise InvalidRequestError(f"workflow {workflow.name} takes {what}", param=param)
+        raise InvalidRequestError(f"workflow {workflow.title} takes {what}", param=param)
 
 
 def _check_picture(spec: PictureSpec, workflow: Workflow) -> None:
@@ -371,12 +371,12 @@ def _check_picture(spec: PictureSpec, workflow: Workflow) -> None:
     """
     between = workflow.last_between
     if spec.previews and between is not None and not workflow.side_nodes:
-        message = f"workflow {workflow.name} shows no previews, which would not pass through {between.name}"
+        message = f"workflow {workflow.title} shows no previews, which would not pass through {between.name}"
         raise InvalidRequestError(message, param="partial_images")
     size = spec.height, spec.width, 3
     for node, port in workflow.picture_ports:
         if port.form is not None and (problem := port.form.why_not(size, "uint8")):
-            message = f"workflow {workflow.name}, node {node.name}, {port.name}: {problem}; ask for a smaller picture"
+            message = f"workflow {workflow.title}, node {node.name}, {port.name}: {problem}; ask for a smaller picture"
             raise InvalidRequestError(message, param="size")
 
 
@@ -387,6 +387,6 @@ def _check_arrays(spec: Spec, workflow: Workflow) -> None:
         form = ports[name].form if name in ports else None
         if form is None:
             known = ", ".join(ports) or "none"
-            raise InvalidRequestError(f"workflow {workflow.name} has no input {name}; there are {known}", param=name)
+            raise InvalidRequestError(f"workflow {workflow.title} has no input {name}; there are {known}", param=name)
         if problem := form.why_not(array.shape, array.dtype):
-            raise InvalidRequestError(f"workflow {workflow.name}, input {name}: {problem}", param=name)
+            raise InvalidRequestError(f"workflow {workflow.title}, input {name}: {problem}", param=name)

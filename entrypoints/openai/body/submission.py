@@ -359,6 +359,8 @@ async def _take_text(submission: Submission, part: Part, fields: Mapping[str, Fi
         raise _invalid_type(part.name, f"a {field.kind}", "a file")
     if part.name in submission.values:
         raise _duplicate(part.name)
+    if part.content.size > MAX_TEXT_BYTES:  # files of other workflows may have this name, and more bytes
+        raise _too_long(part.name, part.content.size)
     if (value := field.from_text(await part.text())) is not None:
         submission.values[part.name] = value
 

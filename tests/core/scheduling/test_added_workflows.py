@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+import msgspec
 import pytest
 from ranks_that_die import DIED, Site
 from run_workflows import CLASSES, DIAMOND, random_workflow, run_request
@@ -12,7 +13,7 @@ from run_workflows import CLASSES, DIAMOND, random_workflow, run_request
 from core.failure import Failure
 from core.graph.workflow import Workflow
 from core.handles import ModelKey
-from core.messages.engine import Finished
+from core.messages.engine import Failed, Finished
 from core.messages.worker import LoadWorkflow, ModelFailed
 from core.run_class import RunClass
 from core.scheduling.policies import make_policy
@@ -213,3 +214,15 @@ def test_declared_bytes_are_expected() -> None:
     site.scheduler.drop_workflow(workflow.name)
     settle(site)
     assert {residency.size_of(each.key) for each in large} == {0}
+
+
+def test_a_refusal_calls_a_version_as_users_do() -> None:
+    workflow, classes = version(DIAMOND, 1)
+    site = Site(Random(0), 1, Default())
+    site.scheduler.add_workflow(workflow, classes)
+    asked = run_request("0", workflow)
+    site.scheduler.add(msgspec.structs.replace(asked, spec=msgspec.structs.replace(asked.spec, outputs={})))
+    site.step()
+    (failed,) = site.outputs
+    assert isinstance(failed, Failed)
+    assert failed.failure.message.startswith("workflow diamond takes memory")

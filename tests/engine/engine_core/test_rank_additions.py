@@ -159,3 +159,13 @@ def test_a_workflow_that_one_rank_cannot_import_is_dropped_by_the_others(dies: b
     assert failed.failure.kind == ("run_failed" if dies else "invalid_request")
     assert {message for _, message in told[2:]} == {DropWorkflow("diamond@1")}
     assert (0, DropWorkflow("diamond@1")) in told
+
+
+def test_a_rank_that_an_import_has_ended_is_not_told_again_while_others_have_still_to_answer() -> None:
+    additions, told = make(2)
+    additions.load(WORKFLOW)
+    assert additions.lose(1, "exit code 3") == []
+    additions.join(1)
+    assert told == [(0, WORKFLOW), (1, WORKFLOW)]
+    assert isinstance(additions.note(WorkflowLoaded(0, "load")), Failed)
+    assert told[2:] == [(rank, DropWorkflow("diamond@1")) for rank in range(2)]
