@@ -12,6 +12,7 @@ from core.errors import InvalidRequestError, WorkflowError
 from engine.client.async_engine import AsyncEngine
 from entrypoints.openai.answer.errors import InvalidApiKeyError, WorkflowsOffError
 from entrypoints.openai.body.submission import read_text
+from entrypoints.openai.fields.default_fields import check_defaults
 from entrypoints.openai.fields.own_fields import check_inputs
 from entrypoints.openai.guards.key_ring import KeyRing
 from entrypoints.openai.guards.middleware import ADMIN_PATH, bearer_key
@@ -64,6 +65,8 @@ async def _imported(text: str) -> Registered:
     try:
         registered = await read_sent(text)
         check_inputs(registered.workflows)
+        for workflow in registered.workflows:
+            check_defaults(workflow)
         return registered
     except WorkflowError as error:
         param = error.input or error.node or None

@@ -7,6 +7,7 @@ import { ApiError, edit, get } from "../../entrypoints/playground/static/js/api.
 import { waitForModels } from "../../entrypoints/playground/static/js/model.js";
 import { events } from "../../entrypoints/playground/static/js/sse.js";
 import { asCurl, asPython, namedFiles } from "../../entrypoints/playground/static/js/snippets.js";
+import { tensorText } from "../../entrypoints/playground/static/js/tensor.js";
 import { lanesOf } from "../../entrypoints/playground/static/js/timeline.js";
 import { activeTokens, generationSize } from "../../entrypoints/playground/static/js/tokens.js";
 import { pictures } from "./pictures.js";
@@ -177,4 +178,13 @@ test("a stream that ends before its last image is told in words", async () => {
   const seeds = [];
   for await (const { seed } of edit({ n: 2 })) seeds.push(seed);
   assert.deepEqual(seeds, [undefined, "7", "7"]);
+});
+
+test("a number that is none of a tensor's dtype is refused, not cut to its bits", () => {
+  for (const [dtype, low, high] of [["uint8", 0, 255], ["int32", -(2 ** 31), 2 ** 31 - 1]]) {
+    assert.deepEqual(JSON.parse(tensorText(JSON.stringify([low, high]), dtype)).shape, [2]);
+    for (const number of [low - 1, high + 1, 1.5, true]) {
+      assert.throws(() => tensorText(JSON.stringify([number]), dtype), new RegExp(`${number} is no ${dtype}`));
+    }
+  }
 });

@@ -68,6 +68,12 @@ async def test_they_are_off_by_default(engine: FakeEngine) -> None:
     assert not engine.workflows
 
 
+async def test_defaults_that_no_request_would_follow_are_refused(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    answer = await client.post(ROUTE, content=f"{TEXT}workflow.set_defaults(seed=1)\n", headers=ADMIN)
+    assert "leave set_defaults out" in assert_refused(answer, 400, "invalid_workflow", None)
+    assert not engine.workflows
+
+
 async def test_files_are_imported_one_at_a_time(
     client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

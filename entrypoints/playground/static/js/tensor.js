@@ -10,6 +10,8 @@ const WRITERS = {
   float32: [4, "setFloat32"],
   float64: [8, "setFloat64"],
 };
+/** Least and greatest element, of those whose writer takes any number and keeps its lowest bits. */
+const RANGES = { uint8: [0, 255], int32: [-(2 ** 31), 2 ** 31 - 1] };
 const CHUNK = 1 << 15; // arguments of one call
 
 /** The JSON of a tensor, {dtype, shape, base64}. text: its numbers, such as "[[1, 2], [3, 4]]". Throws an Error that says why not. */
@@ -42,8 +44,9 @@ function shapeOf(numbers) {
 /** A number as the DataView takes it. */
 function element(number, dtype) {
   const isFloat = dtype.startsWith("float");
+  const [low, high] = RANGES[dtype] ?? [-Infinity, Infinity];
   const isOne = dtype === "bool" ? typeof number === "boolean" : isFloat ? Number.isFinite(number) : Number.isSafeInteger(number);
-  if (!isOne) throw new Error(`${JSON.stringify(number)} is no ${dtype}`);
+  if (!isOne || number < low || number > high) throw new Error(`${JSON.stringify(number)} is no ${dtype}`);
   return dtype === "int64" ? BigInt(number) : Number(number);
 }
 
