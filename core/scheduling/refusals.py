@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from dataclasses import dataclass, field
 
 from core.costs.load_report import QuarantineCause
@@ -79,6 +79,10 @@ class Refusals:
             requests = (self.requests.get(item.request_id) for item in flight.batch.items)
             owners = {request.head.owner for request in requests if request is not None}
             self.residency.quarantine.note_good_batch(flight.keys, owners, now)
+
+    def forget(self, gone: Set[ModelKey]) -> None:
+        """Forget what was told of classes that nobody names any more."""
+        self._told = {told: since for told, since in self._told.items() if gone.isdisjoint(told[0])}
 
     def _begin(self, refusal: Refusal, now: float) -> None:
         """Fail the requests and templates that are refused from now on."""

@@ -158,6 +158,7 @@ class StepScheduler:
         if self.workflows.pop(name, None) is not None:
             gone = self._bindings.drop(name)
             self._predictor.forget(gone)
+            self._refusals.forget(gone)
             self._loads.residency.retire(gone)
 
     def try_workflow(self, name: str) -> None:

@@ -93,8 +93,10 @@ class Quarantine:
         self._loads_at.pop((place, key), None)
 
     def forget(self, key: ModelKey) -> None:
-        """Forget the failed loads of a component that nobody names any more."""
+        """Forget the failed loads of a component that nobody names any more, and the deaths of its batches."""
         self._loads.pop(key, None)
+        for keys in [keys for keys in self._batches if key in keys]:
+            del self._batches[keys]
         for place in [place for place in self._loads_at if place[1] == key]:
             del self._loads_at[place]
 

@@ -151,6 +151,8 @@ def test_a_class_that_cannot_be_loaded_is_told_and_tried_again_when_it_comes_bac
         assert isinstance(outcome, Failure)
         assert (outcome.kind, outcome.code) == ("invalid_request", "invalid_workflow")
         assert "it will not" in outcome.message
+        (told,) = site.scheduler.take_refused()
+        assert "it will not" in told, "each time, although the times are the same"
         site.scheduler.drop_workflow(workflow.name)
         settle(site)
 

@@ -115,6 +115,14 @@ def test_who_was_in_every_batch_is_not_blamed_until_a_batch_alone_tells(bench: B
     assert [bench.refuses(owner) for owner in "ABC"] == [True, False, False]
 
 
+def test_nothing_speaks_against_a_class_that_nobody_names_any_more(bench: Bench) -> None:
+    for name in ("A1", "B1", "C1"):
+        bench.die(name)
+        bench.die(name, keys=OTHER)
+    bench.quarantine.forget(KEYS.keys[0])
+    assert [refusal.keys for refusal in bench.quarantine.refusals] == [OTHER.keys]
+
+
 def test_rare_deaths_do_not_add_up(bench: Bench) -> None:
     for number in range(5):
         bench.die(f"{'ABCDE'[number]}1")
