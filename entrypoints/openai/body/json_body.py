@@ -27,6 +27,7 @@ class JsonBody:
 
     def __init__(self) -> None:
         self.text = bytearray()  # the document, with markers instead of long strings
+        self.string_bytes = 0  # of `text`, in strings that reach from one piece into the next: in all of some size
         self.long_strings: dict[str, SpooledUpload] = {}  # marker -> the string's content
         self._marker = f"long-string-{uuid.uuid4().hex}"  # random, so that a client cannot send it
         self._is_in_string = False
@@ -95,7 +96,9 @@ class JsonBody:
             self._keep(content)  # leave it to the parser, which refuses it
 
     def _end_string(self) -> None:
-        self.text += b"".join(self._content)
+        content = b"".join(self._content)
+        self.text += content
+        self.string_bytes += len(content)
         self._content, self._upload = [], None
 
 

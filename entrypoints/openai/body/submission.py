@@ -19,7 +19,7 @@ from core.graph.form import MAX_FORM_BYTES, MAX_SIDES, TENSOR_BYTES
 from core.lora import Lora
 from engine.client.input_files import InputFiles, TensorFile
 from entrypoints.openai.answer.errors import BodyTimeoutError, RequestTooLargeError, UnsupportedContentTypeError
-from entrypoints.openai.body.json_body import JsonBody
+from entrypoints.openai.body.json_body import LONG_STRING_BYTES, JsonBody
 from entrypoints.openai.body.multipart import Part, read_multipart
 from entrypoints.openai.body.uploads import SpooledUpload, decode_base64, pieces_of
 from entrypoints.openai.fields.field import Field, Value, decode_json
@@ -376,7 +376,8 @@ def _base_name(name: str) -> str:
 
 async def _read_json_pictures(request: Request, max_upload_bytes: int, form: _Form) -> Submission:
     num_kept = form.max_controls + (2 + form.max_references if "image" in form.files else 0)
-    limit = (num_kept + form.own.most_files) * _base64_bytes(max_upload_bytes) + MAX_TEXT_BYTES
+    num_files = num_kept + form.own.most_files
+    limit = num_files * _base64_bytes(max_upload_bytes) + MAX_TEXT_BYTES
     submission = Submission()
 
     async def take(into: dict[str, SpooledUpload], pictures: Mapping[str, str], most: int) -> None:
@@ -390,7 +391,7 @@ async def _read_json_pictures(request: Request, max_upload_bytes: int, form: _Fo
                 else SpooledUpload()
             )
 
-    with ExitStack() as on_error, closing(await _read_json(request, limit)) as body:
+    with ExitStack() as on_error, closing(await _read_json(request, limit, num_files)) as body:
         on_error.callback(submission.close)
         members = _members(body)
         own = submission.own = form.own.of(_member(members.get(MODEL_FIELD), str, MODEL_FIELD, "a string") or "")
@@ -419,14 +420,16 @@ def _pieces(body: JsonBody, text: str) -> AsyncIterator[bytes]:
     return body.long_strings[text].chunks() if text in body.long_strings else _text_pieces(text)
 
 
-async def _read_json(request: Request, limit: int) -> JsonBody:
-    """Read a JSON body of at most `limit` bytes, of which at most MAX_TEXT_BYTES are not in long strings."""
-    body = JsonBody()
+async def _read_json(request: Request, limit: int, num_files: int = 0) -> JsonBody:
+    """Read a JSON body of at most `limit` bytes, of which at most MAX_TEXT_BYTES are neither in long strings nor in as
+    many shorter ones as it may have files: small files are such.
+    """
+    body, of_files = JsonBody(), num_files * LONG_STRING_BYTES
     with ExitStack() as on_error:
         on_error.callback(body.close)
         async for chunk in _body(request, limit):
             await body.feed(chunk)
-            if len(body.text) > MAX_TEXT_BYTES:
+            if len(body.text) - min(body.string_bytes, of_files) > MAX_TEXT_BYTES:
                 raise _body_too_large(MAX_TEXT_BYTES)
         on_error.pop_all()
     return body

@@ -309,6 +309,18 @@ async def test_too_large_json_is_refused_while_it_streams(client: httpx.AsyncCli
         assert len(sent) * 65536 <= limit + 1024 * 1024 + 2 * 65536
 
 
+async def test_small_pictures_of_a_json_body_are_no_text(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """Together they may have more bytes than its text may, which is as short as ever."""
+    content = bytes(300 * 1024)
+    picture = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    body: dict[str, object] = {"prompt": "p", "images": [{"image_url": picture}], "mask": {"image_url": picture}}
+    answer = await client.post("/v1/images/edits", json=body | {"reference_images": [picture]})
+    assert answer.status_code == 200, answer.text
+    assert engine.files["image"] == engine.files["mask"] == content
+    for further in ({f"field-{number}": "x" * 10_000 for number in range(200)}, {"unknown": [picture] * 6}):
+        assert_refused(await client.post("/v1/images/edits", json=body | further), 413, "request_too_large", None)
+
+
 async def test_declared_length_is_refused_unread(client: httpx.AsyncClient) -> None:
     sent: list[int] = []
     headers = MULTIPART | {"content-length": str(10**12)}
