@@ -3,7 +3,7 @@
 A limit on the number of processes (RLIMIT_NPROC) counts all of a user's, does not hold for root, and a process that has
 left its group survives the group's end. So the kernel is told to refuse the calls that make a process, by a filter that
 stays for good (seccomp, Linux's Documentation/userspace-api/seccomp_filter.rst). Threads may be made, and pairs of
-connected sockets, which event loops need.
+stream sockets, which event loops need: those of datagrams could be connected again, to another process.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import struct
 from typing import NamedTuple
 
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _FILTER_MODE = 22, 38, 2
-_LOAD, _IS, _HAS, _AT_LEAST, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06  # operations of the filter
+_LOAD, _IS, _HAS, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x54, 0x06  # operations of the filter
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000  # the latter with an errno
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24  # offsets in struct seccomp_data
 _CLONE_THREAD = 0x10000
+_SOCKET_TYPE, _STREAM = 0xF, 1  # the other bits of a socket's type are flags
 _CLONE3 = 435  # its flags are in memory, which a filter cannot read; without it, libraries use clone
 _IO_URING_SETUP = 425  # through which sockets could be made without the call of that name
 _X32 = 0x40000000  # calls of another ABI have this bit
@@ -28,10 +29,11 @@ _X32 = 0x40000000  # calls of another ABI have this bit
 class _Machine(NamedTuple):
     audit: int  # how the kernel calls the architecture
     clone: int
+    socketpair: int
     refused: tuple[int, ...]  # fork and vfork, where they are, and socket
 
 
-_MACHINES = {"x86_64": _Machine(0xC000003E, 56, (57, 58, 41)), "aarch64": _Machine(0xC00000B7, 220, (198,))}
+_MACHINES = {"x86_64": _Machine(0xC000003E, 56, 53, (57, 58, 41)), "aarch64": _Machine(0xC00000B7, 220, 199, (198,))}
 
 
 class _Program(ctypes.Structure):
@@ -72,6 +74,12 @@ def _filter(machine: _Machine) -> list[bytes]:
         _instruction(_IS, _CLONE3, 0, 1),
         _instruction(_RETURN, _REFUSE | errno.ENOSYS),
         *refused,
+        _instruction(_IS, machine.socketpair, 0, 5),
+        _instruction(_LOAD, _SECOND_ARGUMENT),
+        _instruction(_AND, _SOCKET_TYPE),
+        _instruction(_IS, _STREAM, 0, 1),
+        _instruction(_RETURN, _ALLOW),
+        refuse,
         _instruction(_IS, machine.clone, 0, 3),
         _instruction(_LOAD, _FIRST_ARGUMENT),
         _instruction(_HAS, _CLONE_THREAD, 1, 0),

@@ -146,6 +146,21 @@ def test_an_import_reaches_no_network_and_no_other_process_and_writes_no_files(t
     assert {path.name for path in tmp_path.iterdir()} == {"victim.txt", "hostile.py"}
 
 
+@pytest.mark.parametrize("kind", ["SOCK_DGRAM", "SOCK_RAW"])
+def test_a_pair_of_sockets_reaches_nobody_else(tmp_path: Path, kind: str) -> None:
+    """Those of datagrams could be connected to others by their path, which Landlock lets pass."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as others:
+        others.bind(str(tmp_path / "socket"))
+        others.setblocking(False)
+        source = (
+            f"import socket\nmine, _ = socket.socketpair(socket.AF_UNIX, socket.{kind})\n"
+            f"mine.connect({str(tmp_path / 'socket')!r})\nmine.send(b'words')\n"
+        )
+        assert refused(tmp_path, source).startswith(", line 2: PermissionError")
+        with pytest.raises(BlockingIOError):
+            others.recv(8)
+
+
 def test_a_file_may_import_libraries_read_files_beside_it_and_write_temporary_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
