@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import resource
 import socket
 import tempfile
 import time
@@ -159,6 +160,30 @@ def test_a_pair_of_sockets_reaches_nobody_else(tmp_path: Path, kind: str) -> Non
         assert refused(tmp_path, source).startswith(", line 2: PermissionError")
         with pytest.raises(BlockingIOError):
             others.recv(8)
+
+
+CHANGES = """
+resource.prlimit(PARENT, resource.RLIMIT_CORE, LIMITS)
+os.sched_setaffinity(PARENT, os.sched_getaffinity(PARENT))
+os.sched_setscheduler(PARENT, os.SCHED_OTHER, os.sched_param(0))
+os.sched_setparam(PARENT, os.sched_param(0))
+os.setpriority(os.PRIO_PROCESS, PARENT, os.getpriority(os.PRIO_PROCESS, PARENT))
+os.setpriority(os.PRIO_USER, 0, os.getpriority(os.PRIO_USER, 0))
+"""
+"""Of another process; they would leave it as it is."""
+
+
+def test_an_import_changes_no_other_process_but_may_change_itself(tmp_path: Path) -> None:
+    limits = str(resource.getrlimit(resource.RLIMIT_CORE))
+    attempts = CHANGES.replace("PARENT", str(os.getpid())).replace("LIMITS", limits).strip().splitlines()
+    own = ["resource.prlimit(0, resource.RLIMIT_CORE)", "os.sched_setaffinity(0, os.sched_getaffinity(0))"]
+    source = (
+        "import os, resource\ndone = []\n"
+        f"for number, attempt in enumerate({[*attempts, *own]}):\n"
+        " try: exec(attempt)\n except PermissionError: continue\n"
+        " done.append(number)\nraise ValueError(done)"
+    )
+    assert refused(tmp_path, source) == f", line 7: ValueError: [{len(attempts)}, {len(attempts) + 1}]"
 
 
 def test_a_file_may_import_libraries_read_files_beside_it_and_write_temporary_ones(
