@@ -1,4 +1,4 @@
-"""KeyReload: reads the API key files again on request while the server runs (SIGHUP)."""
+"""KeyReload: reads key files again on request while the server runs (SIGHUP)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class KeyReload:
     """Replaces all keys of the ring, or none: if any file cannot be read or is refused, the old keys stay."""
 
     def __init__(self, source: KeySource, ring: KeyRing) -> None:
-        self._source = source
+        self._source, self._files = source, ", ".join(source.files)
         self._ring = ring
         self._asked = asyncio.Event()
 
@@ -36,10 +36,10 @@ class KeyReload:
         try:
             keys = await asyncio.to_thread(_read_again, self._source)  # the disk may be slow
         except ConfigError as error:
-            logger.error("the API keys stay as they are (%d): %s", len(self._ring), error)
+            logger.error("the keys of %s stay as they are (%d): %s", self._files, len(self._ring), error)
             return
         self._ring.replace(keys)
-        logger.info("the key files were read again: %d API keys", len(self._ring))
+        logger.info("%s: read again, %d keys", self._files, len(self._ring))
 
 
 def _read_again(source: KeySource) -> tuple[str, ...]:
