@@ -52,6 +52,8 @@ class ClassLoader:
         if (known := self._classes.find(key)) is not None:
             return known
         alike = [each for each in list(self._classes.configs.values()) if each.key == key]
+        if not alike:
+            raise ConfigError("a worker that was restarted could not import it again; the log says why")
         config = max(alike, key=lambda each: each.load_seconds)
         try:
             with self._limits.of_load(config):

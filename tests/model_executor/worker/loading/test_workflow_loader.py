@@ -10,6 +10,7 @@ import pytest
 import torch
 from run_workflows import DIAMOND
 
+from core.errors import ConfigError
 from core.failure import Failure
 from core.messages.worker import DropWorkflow, LoadWorkflow, WorkerFailed, WorkflowLoaded
 from core.run_class import RunClass
@@ -104,6 +105,8 @@ def test_a_class_that_cannot_be_used_leaves_nothing(bad: RunClass, why: str) -> 
     assert why in failure.message
     assert set(worker.classes.configs) == {kept.name}
     assert "bad" not in sys.modules
+    with pytest.raises(ConfigError, match="could not import it again"):  # of a restarted worker
+        worker.loader.load(bad.key)
     worker.drop("a")
 
 
