@@ -7,8 +7,9 @@ from functools import lru_cache
 
 from core.errors import InvalidRequestError, WorkflowError
 from core.graph.workflow import Literal, Workflow
+from core.validation import check_filled
 from entrypoints.openai.fields.field import Field, Value
-from entrypoints.openai.fields.fields import EDIT_FIELDS, parse_size
+from entrypoints.openai.fields.fields import EDIT_FIELDS, check_aspect, parse_size
 
 OF_CONTROLS = ("control_type", "control_scale", "control_start", "control_end")
 OF_MASKS = ("mask_grow", "mask_feather")
@@ -39,8 +40,10 @@ def check_defaults(workflow: Workflow) -> None:
         try:
             if _parsed(name, value) is None:
                 raise WorkflowError(f"{where}: it says nothing; leave it out", node="", input=name)
-            if name == "size":
-                parse_size(str(value))
+            if name == "size" and (size := parse_size(str(value))) is not None:
+                check_aspect(size)
+            if name == "prompt":
+                check_filled(name, str(value))
         except InvalidRequestError as error:
             raise WorkflowError(f"{where}: {error}", node="", input=name) from error
 

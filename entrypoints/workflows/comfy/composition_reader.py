@@ -168,7 +168,8 @@ class _Reader:
     def _defaults(self, size: str, mask: Node | None, controls: Sequence[Control]) -> dict[str, Literal]:
         """What requests say that the graph says."""
         first, cfg = self._passes[0], float(self._samplers[0].values["cfg"])
-        found: dict[str, Literal] = {"prompt": self._positive[0].words, "seed": first.seed}
+        found: dict[str, Literal] = {"prompt": words} if (words := self._positive[0].words) else {}
+        found["seed"] = first.seed
         found["num_inference_steps"] = first.total
         if size:
             found["size"] = size

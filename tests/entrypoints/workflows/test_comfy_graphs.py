@@ -83,6 +83,10 @@ def test_what_a_graph_says_is_what_requests_leave_open(name: str) -> None:
     assert workflow_of(GRAPHS[name]()).defaults == DEFAULTS[name]
 
 
+def test_requests_give_the_prompt_of_a_graph_without_words() -> None:
+    assert "prompt" not in workflow_of(with_input(txt2img(), "CLIPTextEncode", text="")).defaults
+
+
 def test_a_graph_of_one_sampler_is_the_shipped_workflow() -> None:
     for graph in (txt2img(), img2img(), masked(), flux(), sd3(), lora()):
         workflow = workflow_of(graph)

@@ -46,6 +46,8 @@ def test_a_request_follows_what_it_leaves_open() -> None:
         ({"seed": "x"}, "default seed: Invalid type for 'seed': expected an integer"),
         ({"guidance_scale": 1000.0}, "default guidance_scale: Invalid 'guidance_scale': decimal above maximum value"),
         ({"size": "big"}, "default size: Invalid value: 'big'"),
+        ({"size": "64x1024"}, "default size: Invalid value: '64x1024'. The aspect ratio must be between 1:3 and 3:1"),
+        ({"prompt": ""}, "default prompt: Invalid 'prompt': empty string"),
     ],
 )
 def test_what_no_request_could_say_is_refused(defaults: dict[str, Any], problem: str) -> None:
