@@ -73,7 +73,7 @@ def build_call(
     """
     is_edit, given, model = operation == "image_edit", submission.values, choice.model
     is_steered, length = bool(submission.controls), model.max_text_tokens
-    values = {**left_open(defaults, given, is_edit=is_edit, is_steered=is_steered, most_tokens=length), **given}
+    values = {**given, **left_open(defaults, given, is_edit=is_edit, is_steered=is_steered, most_tokens=length)}
     refuse_unsupported(values)
     prompt = _require_prompt(values, model)
     if is_edit:

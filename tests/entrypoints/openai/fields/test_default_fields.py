@@ -35,8 +35,10 @@ def test_a_request_follows_what_it_leaves_open() -> None:
     assert followed(is_edit=True) == usual | {"mask_grow": 3}
     assert followed(is_steered=True)["control_scale"] == (0.5, 1.0)
     assert followed(seed=7, guidance_scale=2.0).keys() == usual.keys() - {"seed", "guidance_scale"} | {"size"}
-    for name in ("steps", "quality"):
-        assert "num_inference_steps" not in followed(**{name: 3})
+    for said in ({"steps": 3}, {"quality": "high"}):
+        assert "num_inference_steps" not in followed(**said)
+    assert followed(quality="auto", size="auto") == followed(quality="standard") == followed()
+    assert "size" not in followed(size="128x128")
 
 
 @pytest.mark.parametrize(
