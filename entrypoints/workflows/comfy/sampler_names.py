@@ -58,9 +58,17 @@ def why_not(config: Mapping[str, Any], sampler: str, schedule: str) -> str:
         return (
             f"schedule {schedule} needs {asked or 'even noise levels'}, and its scheduler has {curved or 'even ones'}"
         )
+    if _cuts(config):
+        return f"sampler {sampler} leaves what a step predicts as it is, and its scheduler cuts off large values"
     if name == "DPMSolverMultistepScheduler" and not _is_second_order(config):
         return f"sampler {sampler} is DPM-Solver++ of second order without noise, and its scheduler is set otherwise"
     return ""
+
+
+def _cuts(config: Mapping[str, Any]) -> bool:
+    """Whether predicted pictures are kept within limits, as DDIMScheduler does unless it is told not to."""
+    is_ddim = config.get("_class_name") == "DDIMScheduler"
+    return bool(config.get("clip_sample", is_ddim) or config.get("thresholding"))
 
 
 def _is_second_order(config: Mapping[str, Any]) -> bool:

@@ -40,6 +40,7 @@ from entrypoints.workflows.comfy.composition_reader import read_composition
 from entrypoints.workflows.comfy.graph_file import GraphFile
 from entrypoints.workflows.comfy.graph_reader import read_graph
 from entrypoints.workflows.comfy.program import program_of
+from entrypoints.workflows.comfy.sampler_names import why_not
 from entrypoints.workflows.comfy.served_graph import with_graphs
 from entrypoints.workflows.comfy.strength import asked_strength, exact_strength
 from entrypoints.workflows.import_limits import ImportLimits
@@ -327,6 +328,23 @@ def test_an_engine_that_has_the_model_of_a_graph_has_the_graph(tmp_path: Path) -
     assert served.engines == {0: ("sd", "refiner"), 1: ("sdxl", "two_models")}
     (*_, graph) = served.models
     assert (graph.name, graph.model, graph.workflow, graph.refiner) == ("two_models", "sdxl", "two_models", "refiner")
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"_class_name": "DDIMScheduler", "clip_sample": False}, ""),
+        ({"_class_name": "EulerDiscreteScheduler"}, ""),
+        ({"_class_name": "DDIMScheduler"}, "its scheduler cuts off large values"),
+        ({"_class_name": "DDIMScheduler", "clip_sample": False, "thresholding": True}, "cuts off large values"),
+        ({"_class_name": "PNDMScheduler"}, "and its scheduler is PNDMScheduler"),
+        ({"_class_name": "EulerDiscreteScheduler", "use_karras_sigmas": True}, "its scheduler has use_karras_sigmas"),
+    ],
+)
+def test_the_scheduler_of_a_checkpoint_does_what_the_sampler_does(config: dict[str, Any], problem: str) -> None:
+    why = why_not(config, "euler", "normal")
+    assert bool(why) == bool(problem)
+    assert problem in why
 
 
 def test_text_never_becomes_code() -> None:
