@@ -20,11 +20,10 @@ from engine.client.edit_types import EditInput
 from entrypoints.openai.body.submission import Submission
 from entrypoints.openai.fields.default_fields import OF_CONTROLS, left_open
 from entrypoints.openai.fields.field import Field, Value
-from entrypoints.openai.fields.fields import EDIT_FIELDS, GENERATION_FIELDS, QUALITY_FACTORS, parse_size
+from entrypoints.openai.fields.fields import EDIT_FIELDS, GENERATION_FIELDS, QUALITY_FACTORS, check_aspect, parse_size
 
 Operation = Literal["image_edit", "image_generation", "image_mask"]
 
-_MAX_ASPECT = 3.0  # longer to shorter side of a generation; OpenAI's limit
 _SAMPLING_FIELDS = (
     "step_schedule",
     "guidance_scale",
@@ -74,14 +73,14 @@ def build_call(
     """
     is_edit, given, model = operation == "image_edit", submission.values, choice.model
     is_steered, length = bool(submission.controls), model.max_text_tokens
-    values = {**left_open(defaults, given, is_edit=is_edit, is_steered=is_steered, most_tokens=length), **given}
+    values = {**given, **left_open(defaults, given, is_edit=is_edit, is_steered=is_steered, most_tokens=length)}
     refuse_unsupported(values)
     prompt = _require_prompt(values, model)
     if is_edit:
         _require_image(submission)
     size = parse_size(str(values.get("size", "auto")))
     if size and not is_edit:
-        _check_aspect(size)
+        check_aspect(size)
     stream = bool(values.get("stream", False))
     sees_references = model.references is not None
     edit = EditInput(
@@ -213,12 +212,6 @@ def _mask_kind(submission: Submission) -> MaskKind:
         )
         raise InvalidRequestError(message, param="mask_image")
     return "luminance" if "mask_image" in submission.uploads else "alpha"
-
-
-def _check_aspect(size: tuple[int, int]) -> None:
-    if max(size) > _MAX_ASPECT * min(size):
-        message = f"Invalid value: '{size[0]}x{size[1]}'. The aspect ratio must be between 1:3 and 3:1."
-        raise InvalidRequestError(message, param="size")
 
 
 def _sampling(values: Mapping[str, Value], model: ModelInfo) -> SamplingParams:

@@ -7,8 +7,9 @@ from functools import lru_cache
 
 from core.errors import InvalidRequestError, WorkflowError
 from core.graph.workflow import Literal, Workflow
+from core.validation import check_filled
 from entrypoints.openai.fields.field import Field, Value
-from entrypoints.openai.fields.fields import EDIT_FIELDS, parse_size
+from entrypoints.openai.fields.fields import EDIT_FIELDS, QUALITY_FACTORS, check_aspect, parse_size
 
 OF_CONTROLS = ("control_type", "control_scale", "control_start", "control_end")
 OF_MASKS = ("mask_grow", "mask_feather")
@@ -39,8 +40,10 @@ def check_defaults(workflow: Workflow) -> None:
         try:
             if _parsed(name, value) is None:
                 raise WorkflowError(f"{where}: it says nothing; leave it out", node="", input=name)
-            if name == "size":
-                parse_size(str(value))
+            if name == "size" and (size := parse_size(str(value))) is not None:
+                check_aspect(size)
+            if name == "prompt":
+                check_filled(name, str(value))
         except InvalidRequestError as error:
             raise WorkflowError(f"{where}: {error}", node="", input=name) from error
 
@@ -61,13 +64,16 @@ def _parsed(name: str, value: Literal) -> Value | None:
 def left_open(
     defaults: Mapping[str, Value], given: Mapping[str, Value], *, is_edit: bool, is_steered: bool, most_tokens: int
 ) -> dict[str, Value]:
-    """Those of the defaults that a request follows. given: what it says. is_edit: it has a picture, whose size its
-    result has. is_steered: it has control pictures. most_tokens: of text, that its model takes.
+    """Those of the defaults that a request follows. given: what it says; a size or quality "auto", which clients send
+    unasked, says nothing. is_edit: it has a picture, whose size its result has. is_steered: it has control pictures.
+    most_tokens: of text, that its model takes.
     """
+    says_steps = "steps" in given or given.get("quality") in QUALITY_FACTORS
     without = {"size"} if is_edit else set(OF_MASKS)
     without |= set() if is_steered else set(OF_CONTROLS)
-    without |= {"num_inference_steps"} if {"steps", "quality"} & given.keys() else set()
-    found = {name: value for name, value in defaults.items() if name not in without and name not in given}
+    without |= {"num_inference_steps"} if says_steps else set()
+    without |= {name for name, value in given.items() if (name, value) != ("size", "auto")}
+    found = {name: value for name, value in defaults.items() if name not in without}
     if isinstance(length := found.get("max_sequence_length"), int):
         found["max_sequence_length"] = min(length, most_tokens)
     return found

@@ -40,6 +40,9 @@ from entrypoints.openai.fields.mask_fields import BoxField, PointsField
 QUALITY_FACTORS = {"low": 0.5, "medium": 1.0, "high": 2.0, "hd": 2.0, "xhigh": 3.0, "max": 4.0}
 """`quality` -> factor on the model's default number of steps."""
 
+MAX_ASPECT = 3.0
+"""Longer to shorter side of a generation; OpenAI's limit."""
+
 _COMMON = (
     Field(
         "prompt",
@@ -207,3 +210,10 @@ def parse_size(text: str) -> tuple[int, int] | None:
         )
         raise InvalidRequestError(message, param="size")
     return int(match[1]), int(match[2])
+
+
+def check_aspect(size: tuple[int, int]) -> None:
+    """Raises InvalidRequestError for a `size` that no generation may have."""
+    if max(size) > MAX_ASPECT * min(size):
+        message = f"Invalid value: '{size[0]}x{size[1]}'. The aspect ratio must be between 1:3 and 3:1."
+        raise InvalidRequestError(message, param="size")

@@ -16,6 +16,8 @@ What differs from ComfyUI:
   inpainting pipelines, which first draw what the VAE samples of it.
 - VAEEncodeForInpaint: the VAE sees the picture itself under the mask, not grey. VAEEncodeForInpaint and
   InpaintModelConditioning: what is outside of the mask is the picture's, pasted back; `noise_mask` has no effect.
+- Text encoders and VAEs that are loaded apart are the served model's, whatever their files are called; a VAE beside a
+  whole checkpoint is refused.
 - Every token is computed, unless a request says `mask_aware`.
 - The texts of FLUX and SD3 are as long as ComfyUI pads them, and cut there. FLUX is told by the type of its text
   encoders, FluxGuidance, or a file's name with "flux" in it; SD3 by "sd3", or EmptySD3LatentImage.

@@ -142,10 +142,7 @@ class _Reader:
                 raise node.error(f"node {self._samplers[0].id} has another, and a request has one", "cfg")
             if node.values["cfg"] < 1:
                 raise node.error("below 1 it is none here; give 1", "cfg")
-        for each in (*self._positive, *self._negative):
-            first, guidance = self._positive[0].guidance, each.guidance
-            if guidance is not None and (first is None or guidance.values != first.values):
-                raise guidance.error("another conditioning has another, and a request has one", "guidance")
+        self._check_guidance()
         if self._positive[0].controls and any(each.is_refiner for each in self._passes):
             raise self._positive[0].controls[0].error("ControlNets are of one model, and there is a second one")
         advanced = [node for node in self._positive[0].controls if node.kind == "ControlNetApplyAdvanced"]
@@ -153,18 +150,33 @@ class _Reader:
             problem = "positive and negative pass other ControlNets; let both pass each ControlNetApplyAdvanced"
             raise self._samplers[0].error(problem, "negative")
 
+    def _check_guidance(self) -> None:
+        """All that samplers read has one guidance, also where no FluxGuidance says it. A negative conditioning is read
+        where cfg is above 1. Raises WorkflowError.
+        """
+        first = _guidance(self._positive[0])
+        for name, told in (("positive", self._positive), ("negative", self._negative)):
+            for sampler, each in zip(self._samplers, told, strict=True):
+                is_read = name == "positive" or sampler.values["cfg"] > 1
+                if _guidance(each) == first or (each.guidance is None and not is_read):
+                    continue
+                problem = f"its guidance is {_guidance(each):g}, and that of another is {first:g}; a request has one"
+                if each.guidance is not None:
+                    raise each.guidance.error(problem, "guidance")
+                raise sampler.error(f"no FluxGuidance is on its way, so {problem}", name)
+
     def _defaults(self, size: str, mask: Node | None, controls: Sequence[Control]) -> dict[str, Literal]:
         """What requests say that the graph says."""
         first, cfg = self._passes[0], float(self._samplers[0].values["cfg"])
-        found: dict[str, Literal] = {"prompt": self._positive[0].words, "seed": first.seed}
+        found: dict[str, Literal] = {"prompt": words} if (words := self._positive[0].words) else {}
+        found["seed"] = first.seed
         found["num_inference_steps"] = first.total
         if size:
             found["size"] = size
         if not first.is_whole:
             found["strength"] = asked_strength(first.steps, first.total, is_flow=bool(self._family))
         if self._family == "flux":
-            node = self._positive[0].guidance
-            found["guidance_scale"] = float(node.values["guidance"]) if node else FLUX_GUIDANCE
+            found["guidance_scale"] = _guidance(self._positive[0])
         else:
             found["guidance_scale"] = cfg
         if cfg > 1:
@@ -236,11 +248,16 @@ class _Reader:
         if picture.kind != "LoadImage":
             raise node.error("a request gives its control picture: read a LoadImage", "image")
         net = Named(str(loader.values["control_net_name"]), loader, "control_net_name")
-        parts = {_steered(node, each) for each in self._passes}
+        parts = {_steered(node, each, is_flow=bool(self._family)) for each in self._passes}
         if len(parts) > 1:
             raise node.error("it steers another share of each sampler's steps, and a request says one", "end_percent")
         ((start, end),) = parts
         return Control(net, picture, float(node.values["strength"]), start, end)
+
+
+def _guidance(told: Conditioning) -> float:
+    """That FLUX is told."""
+    return float(told.guidance.values["guidance"]) if told.guidance else FLUX_GUIDANCE
 
 
 def _lora(node: Node) -> Named:
@@ -261,7 +278,7 @@ def _enlarged(node: Node, name: str, side: int) -> int:
     return round(side // LATENT_SIDE * float(node.values["scale_by"])) * LATENT_SIDE
 
 
-def _steered(node: Node, each: Pass) -> tuple[float, float]:
+def _steered(node: Node, each: Pass, *, is_flow: bool) -> tuple[float, float]:
     """The part of a pass's steps that a ControlNet steers. start_percent and end_percent are of training time, also
     that of steps that are not run.
     """
@@ -272,8 +289,9 @@ def _steered(node: Node, each: Pass) -> tuple[float, float]:
         problem = f"schedule {each.schedule} of node {each.node.id} is not even in time; steer all steps"
         raise node.error(problem, "start_percent" if start else "end_percent")
     first = each.total - each.steps
-    shares = [passed(each.schedule, first + step, each.total) for step in range(each.steps)]
-    steps = [step for step, share in enumerate(shares) if start <= share <= end]
+    shares = [passed(each.schedule, first + step, each.total, is_flow=is_flow) for step in range(each.steps)]
+    is_none = start == 1 or (end == 0 and not is_flow)  # then ComfyUI steers not even a step that is there
+    steps = [step for step, share in enumerate(shares) if start <= share <= end and not is_none]
     if not steps:
         raise node.error(f"no step of node {each.node.id} is in this part", "end_percent")
     return steps[0] / each.steps, (steps[-1] + 1) / each.steps

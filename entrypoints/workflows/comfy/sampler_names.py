@@ -27,13 +27,23 @@ CURVED: Mapping[str, str] = {
 """Schedule -> the setting of scheduler_config.json that asks for it."""
 
 
+TIMESTEPS = 1000
+"""Of the training of UNets."""
+
+
 def levels_of(schedule: str) -> str:
     """Which noise levels a schedule has: the name of a curve, or "" for even ones."""
     return "" if schedule in EVEN else schedule
 
 
-def passed(schedule: str, step: int, total: int) -> float:
-    """The share of training time that has passed before a step of so many, of a schedule that is even in it."""
+def passed(schedule: str, step: int, total: int, *, is_flow: bool) -> float:
+    """The share of training time that has passed before a step of so many, of a schedule that is even in it. is_flow:
+    for a family that samples by flow matching. Of UNets, percents are of the timesteps from 999 down to 0, of which
+    `simple` has every 1000 / total-th, so that slightly more has passed than of an even share: step 2 of 4 is at 499,
+    and 50 percent at 499.5 (ComfyUI's `simple_scheduler` and `percent_to_sigma`).
+    """
+    if schedule == "simple" and not is_flow:
+        return int(step * TIMESTEPS / total) / (TIMESTEPS - 1)
     return step / (max(total - 1, 1) if schedule == "normal" else total)
 
 
@@ -48,9 +58,17 @@ def why_not(config: Mapping[str, Any], sampler: str, schedule: str) -> str:
         return (
             f"schedule {schedule} needs {asked or 'even noise levels'}, and its scheduler has {curved or 'even ones'}"
         )
+    if _cuts(config):
+        return f"sampler {sampler} leaves what a step predicts as it is, and its scheduler cuts off large values"
     if name == "DPMSolverMultistepScheduler" and not _is_second_order(config):
         return f"sampler {sampler} is DPM-Solver++ of second order without noise, and its scheduler is set otherwise"
     return ""
+
+
+def _cuts(config: Mapping[str, Any]) -> bool:
+    """Whether predicted pictures are kept within limits, as DDIMScheduler does unless it is told not to."""
+    is_ddim = config.get("_class_name") == "DDIMScheduler"
+    return bool(config.get("clip_sample", is_ddim) or config.get("thresholding"))
 
 
 def _is_second_order(config: Mapping[str, Any]) -> bool:

@@ -388,6 +388,29 @@ def test_a_step_that_fails_fails_the_controlnet_that_waits_for_it() -> None:
     watched.rig.scheduler.check_integrity()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_request_survives_the_death_of_a_rank_that_was_to_send_latents_or_to_get_them(
+    rank: int, *, comes_back: bool
+) -> None:
+    """The other one may answer before or after it comes back."""
+    watched = Watched()
+    rig = watched.rig
+    watched.answer(1, 0.0, 0.02)
+    assert watched.runs(watched.plans(0.055)) == {("controlnet", 2, (1,))}
+    rig.workers.lose(rank)
+    rig.scheduler.lose_rank(rank, Failure("engine", "died"))
+    if comes_back:
+        rig.workers.join(rank)
+        rig.scheduler.join_rank(rank, rig.loaded)
+    watched.answer(1 - rank, 0.0, 0.06)
+    rig.scheduler.check_integrity()
+    rig.run()
+    assert isinstance(rig.outputs[-1], Finished)
+    rig.scheduler.check_integrity()
+    rig.workers.check_is_empty()
+
+
 @pytest.mark.parametrize("op", ["controlnet", "denoise"])
 @pytest.mark.parametrize("round_", [1, 3])
 def test_a_request_survives_the_death_of_either_rank(round_: int, op: str) -> None:

@@ -40,6 +40,7 @@ from entrypoints.workflows.comfy.composition_reader import read_composition
 from entrypoints.workflows.comfy.graph_file import GraphFile
 from entrypoints.workflows.comfy.graph_reader import read_graph
 from entrypoints.workflows.comfy.program import program_of
+from entrypoints.workflows.comfy.sampler_names import why_not
 from entrypoints.workflows.comfy.served_graph import with_graphs
 from entrypoints.workflows.comfy.strength import asked_strength, exact_strength
 from entrypoints.workflows.import_limits import ImportLimits
@@ -83,6 +84,10 @@ def test_what_a_graph_says_is_what_requests_leave_open(name: str) -> None:
     assert workflow_of(GRAPHS[name]()).defaults == DEFAULTS[name]
 
 
+def test_requests_give_the_prompt_of_a_graph_without_words() -> None:
+    assert "prompt" not in workflow_of(with_input(txt2img(), "CLIPTextEncode", text="")).defaults
+
+
 def test_a_graph_of_one_sampler_is_the_shipped_workflow() -> None:
     for graph in (txt2img(), img2img(), masked(), flux(), sd3(), lora()):
         workflow = workflow_of(graph)
@@ -116,16 +121,32 @@ def test_noise_is_over_the_picture_at_full_strength_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "percent", "share"),
-    [("normal", (0.0, 0.5), (0.0, 0.5)), ("simple", (0.0, 0.5), (0.0, 0.75)), ("simple", (0.3, 1.0), (0.5, 1.0))],
+    ("model", "schedule", "percent", "share"),
+    [
+        ("sd", "normal", (0.0, 0.5), (0.0, 0.5)),
+        ("sd", "sgm_uniform", (0.0, 0.5), (0.0, 0.75)),
+        ("sd", "simple", (0.0, 0.5), (0.0, 0.5)),
+        ("sd", "simple", (0.0, 0.51), (0.0, 0.75)),
+        ("sd", "simple", (0.5, 1.0), (0.5, 1.0)),
+        ("sd", "simple", (0.3, 1.0), (0.5, 1.0)),
+        ("sd3", "simple", (0.0, 0.5), (0.0, 0.75)),
+        ("sd3", "simple", (0.0, 0.0), (0.0, 0.25)),
+    ],
 )
-def test_percents_are_of_training_time(schedule: str, percent: tuple[float, float], share: tuple[float, float]) -> None:
-    """Before the four steps of a normal schedule 0, 1/3, 2/3 and all of it have passed; of a simple one each time a
-    quarter."""
-    graph = controlnet(start_percent=percent[0], end_percent=percent[1])
-    next(node for node in graph.values() if node["class_type"] == "KSampler")["inputs"]["scheduler"] = schedule
-    defaults = workflow_of(graph).defaults
+def test_percents_are_of_training_time(
+    model: str, schedule: str, percent: tuple[float, float], share: tuple[float, float]
+) -> None:
+    """Before the four steps of a normal schedule 0, 1/3, 2/3 and all of it have passed; of the others each time a
+    quarter, of a UNet's simple one slightly more.
+    """
+    defaults = workflow_of(steered(model, schedule, percent)).defaults
     assert (defaults.get("control_start", 0.0), defaults.get("control_end", 1.0)) == share
+
+
+def steered(model: str, schedule: str, percent: tuple[float, float]) -> GraphText:
+    graph = controlnet(start_percent=percent[0], end_percent=percent[1])
+    graph = with_input(graph, "CheckpointLoaderSimple", ckpt_name=model)
+    return with_input(graph, "KSampler", scheduler=schedule)
 
 
 def test_an_older_node_steers_all_steps_by_the_positive_text_alone() -> None:
@@ -167,6 +188,17 @@ def two_texts() -> GraphText:
     latents = draft.sampled(denoiser, told, draft.empty())
     third = draft.add("CLIPTextEncode", clip=clip, text="a cat")
     return draft.saved(draft.sampled(denoiser, (third, told[1]), latents, denoise=0.5), vae)
+
+
+def two_guidances() -> GraphText:
+    """The second sampler's text passes no FluxGuidance."""
+    graph = flux()
+    first = next(id_ for id_, node in graph.items() if node["class_type"] == "KSampler")
+    second = {"class_type": "KSampler", "inputs": graph[first]["inputs"] | {"latent_image": [first, 0]}}
+    text = next(id_ for id_, node in graph.items() if node["class_type"] == "CLIPTextEncode")
+    second["inputs"] |= {"positive": [text, 0], "denoise": 0.5}
+    graph["99"] = second
+    return with_input(graph, "VAEDecode", samples=["99", 0])
 
 
 def two_pictures() -> GraphText:
@@ -233,6 +265,22 @@ REFUSED: Mapping[str, tuple[Callable[[], GraphText], str]] = {
     "proportions": (lambda: with_input(hires(), "LatentUpscale", width=192), "it makes 192x128 of 64x64: keep the pro"),
     "texts": (two_texts, r"node 8 \(CLIPTextEncode\), input text: another text than that of node 4, and a request h"),
     "guidance": (lambda: two_in_a_row(cfg=5.0), r"node 8 \(KSampler\), input cfg: node 7 has another, and a request"),
+    "guidance of FLUX": (
+        two_guidances,
+        r"node 99 \(KSampler\), input positive: no FluxGuidance is on its way, so its guidance is 3.5, and",
+    ),
+    "guidance of a negative text": (
+        lambda: flux(cfg=3.0),
+        r"node 10 \(KSampler\), input negative: no FluxGuidance is on its way, so its guidance is 3.5",
+    ),
+    "steers nothing": (
+        lambda: steered("sd", "normal", (0.0, 0.0)),
+        "input end_percent: no step of node 10 is in this p",
+    ),
+    "nothing is left": (
+        lambda: steered("sd", "normal", (1.0, 1.0)),
+        "input end_percent: no step of node 10 is in this p",
+    ),
     "pictures": (two_pictures, r"node 13 \(SaveImage\), input images: node 9 has another picture, and a request gets"),
     "pixels": (resampled_pixels, r"node 9 \(VAEEncode\), input pixels: a request gives its picture: read a LoadImage"),
     "scales": (lambda: lora(strength_clip=0.5), "input strength_clip: it is not strength_model, 0.7, and an adapter"),
@@ -280,6 +328,23 @@ def test_an_engine_that_has_the_model_of_a_graph_has_the_graph(tmp_path: Path) -
     assert served.engines == {0: ("sd", "refiner"), 1: ("sdxl", "two_models")}
     (*_, graph) = served.models
     assert (graph.name, graph.model, graph.workflow, graph.refiner) == ("two_models", "sdxl", "two_models", "refiner")
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"_class_name": "DDIMScheduler", "clip_sample": False}, ""),
+        ({"_class_name": "EulerDiscreteScheduler"}, ""),
+        ({"_class_name": "DDIMScheduler"}, "its scheduler cuts off large values"),
+        ({"_class_name": "DDIMScheduler", "clip_sample": False, "thresholding": True}, "cuts off large values"),
+        ({"_class_name": "PNDMScheduler"}, "and its scheduler is PNDMScheduler"),
+        ({"_class_name": "EulerDiscreteScheduler", "use_karras_sigmas": True}, "its scheduler has use_karras_sigmas"),
+    ],
+)
+def test_the_scheduler_of_a_checkpoint_does_what_the_sampler_does(config: dict[str, Any], problem: str) -> None:
+    why = why_not(config, "euler", "normal")
+    assert bool(why) == bool(problem)
+    assert problem in why
 
 
 def test_text_never_becomes_code() -> None:

@@ -35,8 +35,10 @@ def test_a_request_follows_what_it_leaves_open() -> None:
     assert followed(is_edit=True) == usual | {"mask_grow": 3}
     assert followed(is_steered=True)["control_scale"] == (0.5, 1.0)
     assert followed(seed=7, guidance_scale=2.0).keys() == usual.keys() - {"seed", "guidance_scale"} | {"size"}
-    for name in ("steps", "quality"):
-        assert "num_inference_steps" not in followed(**{name: 3})
+    for said in ({"steps": 3}, {"quality": "high"}):
+        assert "num_inference_steps" not in followed(**said)
+    assert followed(quality="auto", size="auto") == followed(quality="standard") == followed()
+    assert "size" not in followed(size="128x128")
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,8 @@ def test_a_request_follows_what_it_leaves_open() -> None:
         ({"seed": "x"}, "default seed: Invalid type for 'seed': expected an integer"),
         ({"guidance_scale": 1000.0}, "default guidance_scale: Invalid 'guidance_scale': decimal above maximum value"),
         ({"size": "big"}, "default size: Invalid value: 'big'"),
+        ({"size": "64x1024"}, "default size: Invalid value: '64x1024'. The aspect ratio must be between 1:3 and 3:1"),
+        ({"prompt": ""}, "default prompt: Invalid 'prompt': empty string"),
     ],
 )
 def test_what_no_request_could_say_is_refused(defaults: dict[str, Any], problem: str) -> None:
