@@ -20,7 +20,7 @@ from core.sampling_params import SamplingParams
 from engine.client.resolve.chosen_workflow import chosen_workflow, rounds_of
 from engine.client.resolve.sampling_defaults import resolve
 
-GENERATING = replace(GUARDED, name="generating", inputs=(GUARDED.inputs[0], GUARDED.inputs[-1]))
+GENERATING = replace(GUARDED, name="generating", inputs=(GUARDED.inputs[0], *GUARDED.inputs[-2:]))
 WORKFLOWS = with_registered([GUARDED, GENERATING], {each.name for each in CLASSES})
 SAMPLING = resolve(SamplingParams(), MODEL)
 
