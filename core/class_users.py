@@ -1,4 +1,4 @@
-"""ClassUsers: which workflows name which classes of users, so that what nobody names any more can be dropped."""
+"""ClassUsers: which workflows name each user's class. A class that none names is dropped."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return steps - int(max(steps - min(steps * strength, steps), 0))
 
     def with_steps(self, steps: int) -> Self:
-        """The same for a schedule of so many steps, all computed, at evenly spaced noise levels; 0: of its own."""
+        """These parameters with a schedule of this many steps, evenly spaced and all computed. 0: unchanged."""
         if not steps:
             return self
         return msgspec.structs.replace(self, num_inference_steps=steps, computed_steps=None, sigmas=None)

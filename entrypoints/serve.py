@@ -48,7 +48,7 @@ from entrypoints.http_protocol import GuardedProtocol
 from entrypoints.key_reload import KeyReload
 from entrypoints.model_paths import check_model
 from entrypoints.openai.app import ServerSettings, create_app
-from entrypoints.openai.body.submission import STALL_SECONDS
+from entrypoints.openai.body.chunks import STALL_SECONDS
 from entrypoints.openai.fields.default_fields import check_defaults
 from entrypoints.openai.fields.own_fields import check_inputs
 from entrypoints.run_until import run_until

@@ -157,7 +157,7 @@ class LoadWorkflow(Message, frozen=True):
 
     @classmethod
     def of(cls, workflow: Workflow, classes: Iterable[RunClass]) -> LoadWorkflow:
-        """Of a checked workflow. classes: that it names, with their text; those that have one are of one file."""
+        """The order to load a checked workflow. classes: those that it names; texts of classes are of one file."""
         known = tuple(classes)
         return cls("", workflow, tuple(each.without_text for each in known), ClassText.of(known))
 

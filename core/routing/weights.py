@@ -8,7 +8,7 @@ from core.costs.load_report import WeightsKind
 
 
 class Weights(NamedTuple):
-    """Those of a model, of its segmenter or one of its ControlNets, or of a user's class."""
+    """What is loaded as one: a model, its segmenter, one of its ControlNets, or a user's class."""
 
     name: str  # of the model or the class
     kind: WeightsKind = "model"

@@ -40,7 +40,7 @@ class ModelLoads:
         return (*self._drop_retired(), *self._order(now))
 
     def _drop_retired(self) -> list[Load]:
-        """Orders to drop what nobody names any more."""
+        """Orders to drop the weights of classes that no workflow names."""
         drops = [Load((rank,), (), keys) for rank, keys in self.residency.take_retired()]
         for each in drops:
             self.residency.note_sent(each.ranks, (), each.drop)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from core.errors import InvalidRequestError, WorkflowError
 from engine.client.async_engine import AsyncEngine
 from entrypoints.openai.answer.errors import InvalidApiKeyError, WorkflowsOffError
-from entrypoints.openai.body.submission import read_text
+from entrypoints.openai.body.chunks import read_text
 from entrypoints.openai.fields.default_fields import check_defaults
 from entrypoints.openai.fields.own_fields import check_inputs
 from entrypoints.openai.guards.key_ring import KeyRing

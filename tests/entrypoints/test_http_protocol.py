@@ -13,7 +13,7 @@ from real_server import running, until
 
 from entrypoints import http_protocol
 from entrypoints.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS
-from entrypoints.openai.body import submission
+from entrypoints.openai.body import chunks
 
 ENDLESS_HEADS = {
     "a line": [b"GET /", b"a" * 60_000],
@@ -273,7 +273,7 @@ async def test_a_client_that_never_stops_sending_is_cut_off(monkeypatch: pytest.
 
 async def test_a_connection_whose_body_arrives_too_slowly_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """However regularly its bytes arrive."""
-    monkeypatch.setattr(submission, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(chunks, "STALL_SECONDS", 0.5)
     request = (
         b"POST /v1/images/edits HTTP/1.1\r\nhost: a\r\ncontent-type: multipart/form-data; boundary=b\r\n"
         b"content-length: 10000\r\n\r\n--b\r\n"

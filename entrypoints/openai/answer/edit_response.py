@@ -26,7 +26,8 @@ from entrypoints.openai.answer.responses import (
     mask_response,
     send_pieces,
 )
-from entrypoints.openai.body.submission import STALL_SECONDS, Submission
+from entrypoints.openai.body.chunks import STALL_SECONDS
+from entrypoints.openai.body.submission import Submission
 from entrypoints.openai.edit_request import ImagesCall
 from entrypoints.openai.guards.middleware import RECORD
 from entrypoints.openai.guards.request_record import RequestRecord

@@ -1,24 +1,23 @@
 """Reads the body of a request, multipart or JSON, into a Submission: parsed values, uploads, and names of unknown
-fields. Enforces all limits on its size and speed while it arrives.
+fields. Enforces all limits on its size while it arrives.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import Annotated, TypeVar, cast
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
-from core.errors import AbortedError, InvalidRequestError
+from core.errors import InvalidRequestError
 from core.graph.form import MAX_FORM_BYTES, MAX_SIDES, TENSOR_BYTES
 from core.lora import Lora
 from engine.client.input_files import InputFiles, TensorFile
-from entrypoints.openai.answer.errors import BodyTimeoutError, RequestTooLargeError, UnsupportedContentTypeError
+from entrypoints.openai.answer.errors import UnsupportedContentTypeError
+from entrypoints.openai.body.chunks import body_too_large, read_chunks
 from entrypoints.openai.body.json_body import LONG_STRING_BYTES, JsonBody
 from entrypoints.openai.body.multipart import Part, read_multipart
 from entrypoints.openai.body.uploads import SpooledUpload, decode_base64, pieces_of
@@ -29,8 +28,6 @@ from entrypoints.openai.fields.own_fields import MODEL_FIELD, NOTHING_OWN, OwnFi
 MAX_INPUT_IMAGES = 16  # per request; all but the first are references
 MAX_TEXT_BYTES = 1024 * 1024  # of all text fields of a form, or of a JSON body without its images
 MAX_MEMBERS = 256  # of a JSON body; equals the limit on a form's parts
-STALL_SECONDS = 60.0  # maximum pause within a body
-MIN_BYTES_PER_SECOND = 8 * 1024  # average after STALL_SECONDS; otherwise a byte per minute would keep an upload slot
 MULTIPART = "multipart/form-data"
 JSON = "application/json"
 T = TypeVar("T")
@@ -152,17 +149,6 @@ async def read_json(request: Request, fields: Mapping[str, Field]) -> Submission
     return submission
 
 
-async def read_text(request: Request, limit: int) -> str:
-    """Read a body of text in UTF-8 of at most `limit` bytes, whatever type it says it has: curl says that it is a form.
-    Raises as `read_edit`.
-    """
-    body = b"".join([chunk async for chunk in _body(request, limit)])
-    try:
-        return body.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"The body is not UTF-8 text: {error.reason} at byte {error.start}.") from error
-
-
 def _media_type(content_type: str) -> str:
     return content_type.partition(";")[0].strip().lower()
 
@@ -217,7 +203,7 @@ async def _read_multipart(request: Request, content_type: str, max_upload_bytes:
         return (base == "mask_image" and base in form.files) or form.is_own_file(base)
 
     limit = (form.max_images + 2) * max_upload_bytes + (1 + form.own.most_files) * _base64_bytes(max_upload_bytes)
-    parts = await read_multipart(_body(request, limit), content_type, rule)
+    parts = await read_multipart(read_chunks(request, limit), content_type, rule)
     submission = Submission()
     with ExitStack() as on_error:
         on_error.callback(submission.close)
@@ -427,10 +413,10 @@ async def _read_json(request: Request, limit: int, num_files: int = 0) -> JsonBo
     body, of_files = JsonBody(), num_files * LONG_STRING_BYTES
     with ExitStack() as on_error:
         on_error.callback(body.close)
-        async for chunk in _body(request, limit):
+        async for chunk in read_chunks(request, limit):
             await body.feed(chunk)
             if len(body.text) - min(body.string_bytes, of_files) > MAX_TEXT_BYTES:
-                raise _body_too_large(MAX_TEXT_BYTES)
+                raise body_too_large(MAX_TEXT_BYTES)
         on_error.pop_all()
     return body
 
@@ -544,41 +530,6 @@ async def _text_pieces(text: str) -> AsyncIterator[bytes]:
 # -------------------------------------------------------------------------------------------------------------- common
 
 
-async def _body(request: Request, limit: int) -> AsyncIterator[bytes]:
-    """The body's chunks. Raises RequestTooLargeError beyond `limit` bytes, and BodyTimeoutError if the client pauses
-    for STALL_SECONDS or sends less than MIN_BYTES_PER_SECOND on average.
-    """
-    _check_content_length(request, limit)
-    stream, received, started = request.stream(), 0, time.monotonic()
-    while (chunk := await _next_chunk(stream, _patience(started, received))) is not None:
-        received += len(chunk)
-        if received > limit:
-            raise _body_too_large(limit)
-        yield chunk
-
-
-def _patience(started: float, received: int) -> float:
-    """Seconds to wait for the next chunk."""
-    return min(STALL_SECONDS, started + STALL_SECONDS + received / MIN_BYTES_PER_SECOND - time.monotonic())
-
-
-async def _next_chunk(stream: AsyncGenerator[bytes], patience: float) -> bytes | None:
-    try:
-        async with asyncio.timeout(patience):
-            return await anext(stream, None)
-    except TimeoutError as error:
-        message = f"The body came too slowly: nothing for {STALL_SECONDS:g} seconds, or less than "
-        raise BodyTimeoutError(f"{message}{MIN_BYTES_PER_SECOND} bytes a second.") from error
-    except ClientDisconnect as error:
-        raise AbortedError("the client went away while sending") from error
-
-
-def _check_content_length(request: Request, limit: int) -> None:
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > limit:
-        raise _body_too_large(limit)
-
-
 def _base64_bytes(size: int) -> int:
     """Upper bound on the base64 text of `size` bytes, with line breaks and the head of a data: URL."""
     return size * 3 // 2 + 1024
@@ -592,10 +543,6 @@ def _ignore(submission: Submission, name: str) -> None:
 def _refuse_markup(name: str) -> None:
     if name == "markup":
         raise InvalidRequestError("Unsupported parameter: 'markup'.", param="markup", code="unsupported_parameter")
-
-
-def _body_too_large(limit: int) -> RequestTooLargeError:
-    return RequestTooLargeError(f"The request body is larger than the maximum of {limit} bytes.")
 
 
 def _too_many_images(count: int, limit: int, field: str = "image") -> InvalidRequestError:

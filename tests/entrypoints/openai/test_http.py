@@ -27,7 +27,7 @@ from core.errors import (
 from core.ipc.logs import TextFormatter
 from entrypoints.openai.answer import edit_response
 from entrypoints.openai.app import ServerSettings, create_app
-from entrypoints.openai.body import submission
+from entrypoints.openai.body import chunks
 from entrypoints.openai.body.uploads import SpooledUpload
 
 MAX_UPLOAD_BYTES = 2 * 1024 * 1024  # as in conftest
@@ -401,7 +401,7 @@ async def test_no_more_bodies_are_read_than_may_wait(client: httpx.AsyncClient, 
 async def test_a_body_that_stops_arriving_is_refused(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submission, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(chunks, "STALL_SECONDS", 0.05)
 
     async def stalled() -> AsyncIterator[bytes]:
         yield form()[:20]

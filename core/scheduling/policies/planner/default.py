@@ -28,7 +28,8 @@ PLAN_EVERY = 64
 """Passes after which a plan is made again although no request came or went, because predictions are not exact."""
 
 WAITS_FOR = 0.25
-"""Of many busy ranks, the share that may answer before a better plan is made: that is so much of a step."""
+"""A better plan may wait until this share of the busy ranks has answered, which takes about this share of a step. Plans
+take long where ranks are many."""
 
 
 class Default(SchedulingPolicy):
