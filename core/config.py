@@ -185,7 +185,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return EMBEDDED_NAME if self.model == EMBEDDED_MODEL else self.model
 
 
-SchedulingPolicyName = Literal["default", "neustream", "ddit"]
+SchedulingPolicyName = Literal["default", "neustream", "ddit", "lego"]
 """Policies that decide what runs together, see core.scheduling.policies. A user's own has an import path instead."""
 
 OnLate = Literal["drop", "last"]

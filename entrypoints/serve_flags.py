@@ -301,7 +301,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "--scheduling-policy",
             SchedulerConfig,
             f"what decides which requests run together: {', '.join(get_args(SchedulingPolicyName))}, or module:Class, "
-            "a policy of your own; neustream, ddit: baselines",
+            "a policy of your own; neustream, ddit, lego: baselines",
             "NAME",
             field="policy",
         ),

@@ -154,6 +154,17 @@ class View:
         """Predicted time until the model of a request is loaded."""
         return self._residency.seconds_left(request.needs)
 
+    def load_seconds_on(self, rank: int, keys: ModelKeys) -> float:
+        """Predicted time of loading what a live rank neither has nor is loading of these components; inf: they are
+        refused there now.
+        """
+        residency = self._residency
+        if residency.is_complete:
+            return 0.0
+        if residency.refusal_on((rank,), keys.keys, self._now) is not None:
+            return inf
+        return sum(map(residency.load_seconds, residency.lacking(keys.keys, (rank,))))
+
     def work_left(self, request: Request) -> WorkLeft:
         """The remaining work of a request."""
         return self._predictor.work_left(request)

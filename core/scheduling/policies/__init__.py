@@ -6,6 +6,7 @@ from importlib import import_module
 from core.config import SchedulingPolicyName
 from core.errors import ConfigError
 from core.scheduling.policies.papers.ddit import Ddit
+from core.scheduling.policies.papers.lego import Lego
 from core.scheduling.policies.papers.neustream import NeuStream
 from core.scheduling.policies.planner.default import Default
 from core.scheduling.policies.policy import SchedulingPolicy
@@ -14,6 +15,7 @@ _POLICIES: dict[SchedulingPolicyName, type[SchedulingPolicy]] = {
     "default": Default,
     "neustream": NeuStream,
     "ddit": Ddit,
+    "lego": Lego,
 }
 
 

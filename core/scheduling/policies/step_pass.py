@@ -274,7 +274,13 @@ def eligible(view: View) -> list[Request]:
     """Live requests that may run, the most urgent first. Requests that wait for their model are left out, and those
     that wait for one that must run alone (`Request.runs_alone`).
     """
-    live = [each for each in view.requests.live() if each.status is Status.RUNNING or view.may_begin(each)]
+    return beside_suspects(
+        [each for each in view.requests.live() if each.status is Status.RUNNING or view.may_begin(each)]
+    )
+
+
+def beside_suspects(live: list[Request]) -> list[Request]:
+    """Those of these requests that may run as far as `Request.runs_alone` is concerned. live: the most urgent first."""
     first = next((index for index, request in enumerate(live) if request.runs_alone), None)
     if first is None:
         return live
