@@ -21,6 +21,10 @@ class Clock:
     def after(self, seconds: float, event: Callable[[], None]) -> None:
         self.at(self.now + seconds, event)
 
+    def stop(self) -> None:
+        """Forget all events, so that `run` ends."""
+        self._events.clear()
+
     def run(self) -> None:
         """Run until no event is left."""
         while self._events:

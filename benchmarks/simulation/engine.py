@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from math import inf
 
 from benchmarks.simulation.clock import Clock
 from benchmarks.simulation.durations import Durations, batch_work
@@ -102,6 +103,7 @@ class SimulatedEngine:
         self._durations = durations
         self._note = note
         self._ranks = ranks or Ranks()
+        self._num_steps = 0
         self.has_given_up = False  # because a rank kept dying; every later request fails at once
         self._lives = [0] * scheduler.num_workers  # per rank: its deaths so far
         self._restarts = [Restarts() for _ in range(scheduler.num_workers)]  # per rank
@@ -126,11 +128,19 @@ class SimulatedEngine:
             for event in self.clocks.submit(plan, self._batch_seconds, self._load_seconds, self._clock.now):
                 self._expect(event, event.ranks, event.when)
             plan = self.scheduler.schedule(self._clock.now, again=True)
+        self._set_next_pass()
         outputs = self.scheduler.take_outputs()
         for output in outputs:
             if not isinstance(output, PartialImage):
                 self._requests.pop(output.request_id, None)
         self._note(outputs)
+
+    def _set_next_pass(self) -> None:
+        """Step again when the policy has asked for it, unless another step comes first."""
+        self._num_steps += 1
+        due, number = self.scheduler.next_pass, self._num_steps
+        if due < inf:
+            self._clock.at(max(due, self._clock.now), lambda: self.step() if number == self._num_steps else None)
 
     def _batch_seconds(self, batch: Batch) -> float:
         work = batch_work(batch, self._requests, self.scheduler.workflows)

@@ -213,7 +213,7 @@ class NeedsArguments(Fixed):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("fastest", "the policies are default, neustream, ddit, and module:Class"),
+        ("fastest", "the policies are default, neustream, ddit, lego, and module:Class"),
         ("no.such.module:Policy", "No module named 'no'"),
         ("core.scheduling.policies.policy:NoPolicy", "no attribute 'NoPolicy'"),
         ("core.scheduling.policies.policy:SchedulingPolicy", "SchedulingPolicy is no policy"),

@@ -1,0 +1,187 @@
+"""Serves requests of a site in simulated time, with the scheduler of the engine and a system's policy.
+
+Values are on all devices as soon as they are made: LegoDiffusion's devices read each other's memory, in less than a
+millisecond (section 7.5), whatever these do. Everything else is as in the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from random import Random
+
+from benchmarks.simulation.clock import Clock
+from benchmarks.simulation.durations import Durations
+from benchmarks.simulation.engine import SimulatedEngine
+from benchmarks.simulation.lego.numbers import Numbers, Workflow
+from benchmarks.simulation.lego.site import Site, op_seconds, register
+from benchmarks.simulation.lego.systems import SYSTEMS, Load
+from benchmarks.simulation.machine import FrozenCosts
+from benchmarks.simulation.model_machine import BESIDE_A_LOAD
+from benchmarks.simulation.model_ranks import ModelRanks, Poison
+from core.config import SchedulerConfig
+from core.costs.cost_model import CostModel
+from core.graph.work import Work
+from core.handles import LoadedComponent, ModelKey
+from core.messages.engine import Failed, Finished
+from core.messages.worker import Batch, BatchResult
+from core.scheduling.endings import Output
+from core.scheduling.scheduler import StepScheduler
+
+WARM_UP = 0.1
+"""Share of the requests that come first, which are not counted."""
+
+KNOWS_TRUE = "true"
+"""Kind of forecast, see `serve`."""
+
+
+class OneSided(StepScheduler):
+    """Every rank can read every value."""
+
+    def apply(self, result: BatchResult) -> None:
+        super().apply(result)
+        for made in (made for item in result.items for made in item.tensors):
+            self.values.note_copy(made.key, self.ranks.up)
+
+
+class WorkflowDurations(Durations):
+    """jitter: of batches, drawn from `random`."""
+
+    def __init__(
+        self,
+        numbers: Numbers,
+        workflows: Mapping[str, Workflow],
+        sizes: Mapping[ModelKey, int],
+        jitter: float,
+        seed: int,
+    ) -> None:
+        """workflows: by request id. sizes: bytes of components."""
+        self._numbers, self._workflows, self._sizes = numbers, workflows, sizes
+        self._jitter, self._random = jitter, Random(seed)
+
+    def batch_seconds(self, batch: Batch, work: Work) -> float:
+        workflow, degree = self._workflows[batch.items[0].request_id], len(batch.ranks)
+        seconds = op_seconds(self._numbers, batch.op, workflow, len(batch.items), degree)
+        return seconds * (1 + self._jitter * self._random.uniform(-1, 1))
+
+    def load_seconds(self, key: ModelKey) -> float:
+        return self._sizes[key] / 1e9 / self._numbers.load_gigabytes_per_second
+
+    def load_slowness(self) -> float:
+        return BESIDE_A_LOAD
+
+
+@dataclass(frozen=True)
+class Served:
+    """What became of the counted requests."""
+
+    in_time: float  # share
+    admitted: float  # share that was not rejected, or given up
+    late: float  # of these, the share that missed its objective
+    latencies: list[float]  # seconds, of those with a picture
+    num_loads: int  # components, of all requests
+    busy: float  # share of the devices' time until the last answer
+    seconds: float  # from the first arrival to the last answer
+    is_whole: bool  # whether it was run to the end, see `least` of `serve`
+
+
+def serve(site: Site, name: str, load: Load, *, forecast: str = "learnt", least: float = 0.0) -> Served:
+    """name: of a system of SYSTEMS. forecast: learnt: of durations that vary, from batches; true: they do not vary, and
+    are known. least: the run stops when it is certain that fewer are in time.
+    """
+    system, clock, is_true = SYSTEMS[name], Clock(), forecast == KNOWS_TRUE
+    infos, sizes, arrivals = site.infos(system.unit), site.sizes(system.unit), load.draw(site)
+    workflows = {str(index): site.workflows[place] for index, (_, place) in enumerate(arrivals)}
+    ranks = ModelRanks(site.num_ranks, infos, sizes, site.budget, Poison(), 0.0, Random(0))
+    cost = FrozenCosts() if is_true else CostModel()
+    scheduler = OneSided(
+        SchedulerConfig(
+            max_num_seqs=4096,
+            max_plans_in_flight=1,
+            max_num_batched_tokens=2**31 - 1,
+            max_degree=2,
+            model_bytes=site.budget,
+        ),
+        infos,
+        site.num_ranks,
+        cost=cost,
+        policy=system.make(site, load),
+        sizes=[LoadedComponent(key, nbytes) for key, nbytes in sizes.items()],
+    )
+    whole = register()
+    scheduler.workflows[whole.name] = whole
+    site.teach(cost, system.unit)
+    if isinstance(cost, FrozenCosts):
+        cost.is_frozen = True
+    starts = {rank: site.started(system.unit, rank) for rank in range(site.num_ranks)}
+    if system.pools is not None:
+        keys = {each.name: site.keys(each, system.unit) for each in site.workflows}
+        for pool in system.pools(site, load) if len(system.pools(site, load)) > 1 else ():
+            own = tuple(dict.fromkeys(key for each in sorted(pool.models) for key in keys[each]))
+            starts |= dict.fromkeys(pool.ranks, own)
+    scheduler.learn((), [(rank, ranks.memory.start(rank, keys)) for rank, keys in starts.items()])
+    first = int(WARM_UP * len(arrivals))
+    watch = _Watch(clock, site, workflows, [seconds for seconds, _ in arrivals], first, least)
+    durations = WorkflowDurations(site.numbers, workflows, sizes, 0.0 if is_true else site.numbers.jitter, load.seed)
+    engine = SimulatedEngine(clock, scheduler, durations, watch.note, ranks)
+    for index, (seconds, place) in enumerate(arrivals):
+        request = site.request(index, seconds, site.workflows[place], system.unit)
+        clock.at(seconds, partial(engine.add, request))
+    clock.run()
+    if not watch.is_stopped:
+        assert not scheduler.num_requests, f"{scheduler.num_requests} requests are left"
+    return watch.served(len(ranks.loaded), sum(engine.clocks.busy_seconds) / (site.num_ranks * max(clock.now, 1e-9)))
+
+
+class _Watch:
+    """Notes what becomes of each request."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        site: Site,
+        workflows: Mapping[str, Workflow],
+        arrivals: list[float],
+        first: int,
+        least: float,
+    ) -> None:
+        self._clock, self._arrivals, self._first = clock, arrivals, first
+        alone = {each.name: site.numbers.alone_seconds(each) for each in site.workflows}
+        self._allowed = [site.slo_scale * alone[workflows[str(index)].name] for index in range(len(arrivals))]
+        self._num_counted = len(arrivals) - first
+        self._most_missed = (1 - least) * self._num_counted if least else inf
+        self._latencies: dict[int, float] = {}
+        self._num_missed = 0
+        self.is_stopped = False
+
+    def note(self, outputs: tuple[Output, ...]) -> None:
+        for each in outputs:
+            index = int(each.request_id) if isinstance(each, Finished | Failed) else -1
+            if index < self._first:
+                continue
+            if isinstance(each, Finished):
+                self._latencies[index] = self._clock.now - self._arrivals[index]
+            if not self._is_in_time(index):
+                self._num_missed += 1
+                if self._num_missed > self._most_missed:
+                    self.is_stopped = True
+                    self._clock.stop()
+
+    def _is_in_time(self, index: int) -> bool:
+        return self._latencies.get(index, inf) <= self._allowed[index] + 1e-9
+
+    def served(self, num_loads: int, busy: float) -> Served:
+        in_time = sum(map(self._is_in_time, self._latencies))
+        number, admitted = self._num_counted, len(self._latencies)
+        return Served(
+            in_time=in_time / number,
+            admitted=admitted / number,
+            late=1 - in_time / admitted if admitted else 0.0,
+            latencies=list(self._latencies.values()),
+            num_loads=num_loads,
+            busy=busy,
+            seconds=self._clock.now,
+            is_whole=not self.is_stopped,
+        )

@@ -1,0 +1,90 @@
+"""The systems that are compared: how each is made for a site, and what it schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from benchmarks.baselines.monoliths import Monoliths, Pool, Whole, equal_pools, groups_that_fit, planned_pools
+from benchmarks.simulation.compared import OURS, make
+from benchmarks.simulation.lego.arrivals import Arrivals
+from benchmarks.simulation.lego.site import Site, Unit
+from core.scheduling.policies.policy import SchedulingPolicy
+
+NUM_TRAINING = 1000
+"""Requests of another seed, with which pools are planned."""
+
+
+class Load(NamedTuple):
+    """rate: requests per second."""
+
+    arrivals: Arrivals
+    rate: float
+    number: int  # of requests
+    seed: int
+
+    def draw(self, site: Site) -> list[tuple[float, int]]:
+        """See `Arrivals.draw`."""
+        return self.arrivals.draw(self.rate, self.number, len(site.workflows), self.seed)
+
+    @property
+    def training(self) -> Load:
+        """Requests of the same kind that planners may see before."""
+        return self._replace(seed=self.seed + 1 if self.arrivals.kind.startswith("trace") else self.seed + 1000)
+
+
+class System(NamedTuple):
+    """make: a new policy. pools: of whole workflows, for those that have several."""
+
+    unit: Unit
+    make: Callable[[Site, Load], SchedulingPolicy]
+    pools: Callable[[Site, Load], list[Pool]] | None = None
+
+
+def _wholes(site: Site, load: Load) -> dict[str, Whole]:
+    shares, sizes = load.arrivals.shares(len(site.workflows)), site.sizes("workflow")
+    return {
+        each.name: Whole(sizes[site.keys(each, "workflow")[0]], site.numbers.alone_seconds(each), share)
+        for each, share in zip(site.workflows, shares, strict=True)
+    }
+
+
+def _equal(site: Site, load: Load) -> list[Pool]:
+    return equal_pools(_wholes(site, load), site.num_ranks)
+
+
+def _planned(site: Site, load: Load) -> list[Pool]:
+    return _pools(site, load, [(each.name,) for each in site.workflows])
+
+
+def _shepherd(site: Site, load: Load) -> list[Pool]:
+    return _pools(site, load, groups_that_fit(_wholes(site, load), site.budget))
+
+
+def _pools(site: Site, load: Load, groups: Sequence[tuple[str, ...]]) -> list[Pool]:
+    names = [each.name for each in site.workflows]
+    training = [(seconds, names[index]) for seconds, index in load.training._replace(number=NUM_TRAINING).draw(site)]
+    return planned_pools(groups, _wholes(site, load), site.num_ranks, site.slo_scale, training)
+
+
+def _one_pool(site: Site, load: Load) -> list[Pool]:
+    return [Pool(frozenset(each.name for each in site.workflows), tuple(range(site.num_ranks)))]
+
+
+def _of_pools(unit: Unit, pools: Callable[[Site, Load], list[Pool]]) -> System:
+    return System(unit, lambda site, load: Monoliths(pools(site, load)), pools)
+
+
+SYSTEMS: dict[str, System] = {
+    "Diffusers": _of_pools("workflow", _equal),
+    "Diffusers, planned": _of_pools("workflow", _planned),
+    "Diffusers-C": _of_pools("workflow", _one_pool),
+    "Diffusers-S": _of_pools("workflow", _shepherd),
+    "pooled": _of_pools("workflow, shared", _one_pool),
+    "lego": System("node", lambda site, load: make("lego")),
+    OURS: System("node", lambda site, load: make(OURS)),
+}
+"""By name. pooled: a control that is in no paper: whole workflows on any rank, whose ranks share components."""
+
+BASELINES = ("Diffusers", "Diffusers, planned", "Diffusers-C", "Diffusers-S")
+"""Those of the paper."""
