@@ -13,8 +13,8 @@ from benchmarks.simulation.arena import production_trace
 
 Kind = Literal["pooled", "by workflow", "trace", "trace, redrawn"]
 """pooled: one process, workflows drawn by Zipf's law of exponent 1. by workflow: a process of its own for each, of the
-same shares. trace: a stretch of GenTD26, squeezed to the rate; the rank of a base model, modulo the number of workflows,
-is the workflow. redrawn: each hour's as a Gamma process with the hour's rate and mix (section 7.2)."""
+same shares. trace: a stretch of GenTD26, squeezed to the rate; the place of a base model by popularity, modulo the
+number of workflows, is the workflow. redrawn: each hour as a Gamma process with its rate and mix (section 7.2)."""
 
 TRACE_STARTS = (6000, 12000, 18000, 3000, 21000, 9000, 15000, 1000)
 """Where in the trace the stretches of seeds 0, 1, .. begin."""

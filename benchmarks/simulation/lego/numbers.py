@@ -10,10 +10,6 @@ import msgspec
 
 DATA = Path(__file__).parent.parent / "data" / "lego.json"
 
-GRANULARITY = 7
-"""Rounds that a request's steps are simulated in, at most: between two rounds policies decide again."""
-
-
 class Workflow(NamedTuple):
     """One of the paper's: a base model with so many ControlNets."""
 
@@ -48,13 +44,14 @@ class Numbers(msgspec.Struct, frozen=True):
     decode_seconds: float
     node_seconds: float  # that each run of a node takes longer where nodes are scheduled on their own
     jitter: float  # batches take up to this share more or less
+    most_rounds: int = 7  # that a request's steps are simulated in: between two of them policies decide again
 
     @classmethod
     def read(cls, path: Path = DATA) -> Numbers:
         raw = msgspec.json.decode(path.read_bytes())
         return cls(
             bases={name: tuple(bases) for name, bases in _values(raw["settings"])},
-            **{name: _value(raw[name]) for name in cls.__struct_fields__ if name != "bases"},
+            **{name: _value(raw[name]) for name in cls.__struct_fields__ if name in raw},
         )
 
     def workflows(self, setting: str) -> list[Workflow]:
@@ -62,8 +59,8 @@ class Numbers(msgspec.Struct, frozen=True):
         return [Workflow(base, number) for base in self.bases[setting] for number in range(3)]
 
     def rounds(self, base: str) -> int:
-        """Rounds of a request's steps, see GRANULARITY."""
-        return min(self.steps[base], GRANULARITY)
+        """Rounds of a request's steps."""
+        return min(self.steps[base], self.most_rounds)
 
     def round_seconds(self, base: str, number: int, degree: int) -> float:
         """Of a round of this number of requests on so many devices."""

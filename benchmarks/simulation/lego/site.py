@@ -228,7 +228,7 @@ def op_seconds(numbers: Numbers, op: str, workflow: Workflow, number: int, degre
             return numbers.round_seconds(workflow.base, number, degree)
         case "controlnet":
             return numbers.control_seconds(workflow.base, workflow.num_nets, number, degree)
-    return numbers.node_seconds  # encodings of noise and of control pictures, which the paper does not have
+    return numbers.node_seconds * number  # encodings of noise and control pictures, which the paper does not have
 
 
 def register() -> graph.Workflow:
