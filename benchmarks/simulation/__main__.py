@@ -1,7 +1,7 @@
 """Latency by routing policy on simulated fleets: P95 and mean over seeds; with --paper or --trace instead goodput by
 scheduling policy on published traces, or latency by scheduling policy of videos on several devices; with --models what
 loads cost where several models take turns in the memory of ranks; with --arena whether the default scheduling policy
-is anywhere worse than those before it.
+is anywhere worse than those before it; with --paper lego workflows of several models on many devices, by system.
 
 Schedulers, caches, cost models, reports and the router are the code that serves; time and workers are simulated. Each
 run of a fleet prints one line of JSON; a table by scenario follows. With --trace, --output gets one JSON object.
@@ -26,6 +26,10 @@ from benchmarks.simulation import model_report, videos
 from benchmarks.simulation.arena.compete import compete
 from benchmarks.simulation.arena.scenarios import SCENARIOS as ARENA
 from benchmarks.simulation.cluster import Cluster
+from benchmarks.simulation.lego import report as lego
+from benchmarks.simulation.lego.experiments import EXPERIMENTS, Wanted
+from benchmarks.simulation.lego.numbers import Numbers
+from benchmarks.simulation.lego.systems import SYSTEMS
 from benchmarks.simulation.model_scenario import MODEL_SCENARIOS
 from benchmarks.simulation.module_engine import OVERHEAD
 from benchmarks.simulation.module_trace import ModuleTrace
@@ -36,7 +40,8 @@ from benchmarks.simulation.video_load import VideoLoad
 from core.config import RouterPolicy, SchedulerConfig, SchedulingPolicyName
 
 POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
-ARENA_SEEDS = 8
+ARENA_SEEDS = LEGO_SEEDS = 8
+SETTINGS = ("S1", "S2", "S3", "S4", "S5", "S6")
 POLICY_NAMES = (*get_args(SchedulingPolicyName), *sorted({name for each in ARENA.values() for name in each.policies}))
 SHARES = (0.5, 0.95, 0.99)
 
@@ -115,7 +120,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES, help="of the router")
     traces = parser.add_mutually_exclusive_group()
-    traces.add_argument("--paper", choices=[*PAPERS, "ddit"], help="serve what this paper's authors have served")
+    traces.add_argument(
+        "--paper", choices=[*PAPERS, "ddit", "lego"], help="serve what this paper's authors have served"
+    )
     traces.add_argument("--trace", type=Path, metavar="FILE", help="serve the trace of a file of the same form")
     traces.add_argument(
         "--models", nargs="+", choices=MODEL_SCENARIOS, metavar="NAME", help="serve these sets of models"
@@ -137,10 +144,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--processes", type=int, default=os.cpu_count(), help="with --paper, --trace, --models or --arena: runs at once"
     )
     parser.add_argument("--overhead", type=float, default=OVERHEAD, help="share by which batches exceed their tables")
+    parser.add_argument(
+        "--experiments", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS), help="with --paper lego: by name"
+    )
+    parser.add_argument("--settings", nargs="+", default=SETTINGS, choices=SETTINGS, help="with --paper lego")
+    parser.add_argument("--devices", nargs="+", type=int, default=[8, 16, 32], help="with --paper lego")
+    parser.add_argument("--requests", type=int, default=600, help="with --paper lego: of each run")
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS, help="with --paper lego")
     parser.add_argument("--vary", action="store_true", help="with --paper ddit: halve and double each assumed number")
     args = parser.parse_args(argv)
     if args.paper == "ddit":
         serve_videos(args)
+        return
+    if args.paper == "lego":
+        wanted = Wanted(
+            Numbers.read(), args.settings, args.devices, args.seeds or LEGO_SEEDS, args.requests, args.systems
+        )
+        lego.compare(args.experiments, wanted, args.processes, args.output)
         return
     if args.arena:
         scenarios = args.only or list(ARENA)

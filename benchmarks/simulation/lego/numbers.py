@@ -10,6 +10,7 @@ import msgspec
 
 DATA = Path(__file__).parent.parent / "data" / "lego.json"
 
+
 class Workflow(NamedTuple):
     """One of the paper's: a base model with so many ControlNets."""
 

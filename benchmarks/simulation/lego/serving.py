@@ -17,7 +17,7 @@ from benchmarks.simulation.durations import Durations
 from benchmarks.simulation.engine import SimulatedEngine
 from benchmarks.simulation.lego.numbers import Numbers, Workflow
 from benchmarks.simulation.lego.site import Site, op_seconds, register
-from benchmarks.simulation.lego.systems import SYSTEMS, Load
+from benchmarks.simulation.lego.systems import FIXED, SYSTEMS, Load
 from benchmarks.simulation.machine import FrozenCosts
 from benchmarks.simulation.model_machine import BESIDE_A_LOAD
 from benchmarks.simulation.model_ranks import ModelRanks, Poison
@@ -30,8 +30,10 @@ from core.messages.worker import Batch, BatchResult
 from core.scheduling.endings import Output
 from core.scheduling.scheduler import StepScheduler
 
-WARM_UP = 0.1
-"""Share of the requests that come first, which are not counted."""
+EDGE = 0.1
+"""Share of the requests that come first, and of those that come last, that is not counted: devices are empty before and
+after.
+"""
 
 KNOWS_TRUE = "true"
 """Kind of forecast, see `serve`."""
@@ -88,10 +90,10 @@ class Served:
 
 
 def serve(site: Site, name: str, load: Load, *, forecast: str = "learnt", least: float = 0.0) -> Served:
-    """name: of a system of SYSTEMS. forecast: learnt: of durations that vary, from batches; true: they do not vary, and
-    are known. least: the run stops when it is certain that fewer are in time.
+    """name: of a system of SYSTEMS or FIXED. forecast: learnt: of durations that vary, from batches; true: they do not
+    vary, and are known. least: the run stops when it is certain that fewer are in time.
     """
-    system, clock, is_true = SYSTEMS[name], Clock(), forecast == KNOWS_TRUE
+    system, clock, is_true = (SYSTEMS | FIXED)[name], Clock(), forecast == KNOWS_TRUE
     infos, sizes, arrivals = site.infos(system.unit), site.sizes(system.unit), load.draw(site)
     workflows = {str(index): site.workflows[place] for index, (_, place) in enumerate(arrivals)}
     ranks = ModelRanks(site.num_ranks, infos, sizes, site.budget, Poison(), 0.0, Random(0))
@@ -122,8 +124,7 @@ def serve(site: Site, name: str, load: Load, *, forecast: str = "learnt", least:
             own = tuple(dict.fromkeys(key for each in sorted(pool.models) for key in keys[each]))
             starts |= dict.fromkeys(pool.ranks, own)
     scheduler.learn((), [(rank, ranks.memory.start(rank, keys)) for rank, keys in starts.items()])
-    first = int(WARM_UP * len(arrivals))
-    watch = _Watch(clock, site, workflows, [seconds for seconds, _ in arrivals], first, least)
+    watch = _Watch(clock, site, workflows, [seconds for seconds, _ in arrivals], least)
     durations = WorkflowDurations(site.numbers, workflows, sizes, 0.0 if is_true else site.numbers.jitter, load.seed)
     engine = SimulatedEngine(clock, scheduler, durations, watch.note, ranks)
     for index, (seconds, place) in enumerate(arrivals):
@@ -144,14 +145,13 @@ class _Watch:
         site: Site,
         workflows: Mapping[str, Workflow],
         arrivals: list[float],
-        first: int,
         least: float,
     ) -> None:
-        self._clock, self._arrivals, self._first = clock, arrivals, first
+        self._clock, self._arrivals, edge = clock, arrivals, int(EDGE * len(arrivals))
+        self._counted = range(edge, len(arrivals) - edge)
         alone = {each.name: site.numbers.alone_seconds(each) for each in site.workflows}
         self._allowed = [site.slo_scale * alone[workflows[str(index)].name] for index in range(len(arrivals))]
-        self._num_counted = len(arrivals) - first
-        self._most_missed = (1 - least) * self._num_counted if least else inf
+        self._most_missed = (1 - least) * len(self._counted) if least else inf
         self._latencies: dict[int, float] = {}
         self._num_missed = 0
         self.is_stopped = False
@@ -159,7 +159,7 @@ class _Watch:
     def note(self, outputs: tuple[Output, ...]) -> None:
         for each in outputs:
             index = int(each.request_id) if isinstance(each, Finished | Failed) else -1
-            if index < self._first:
+            if index not in self._counted:
                 continue
             if isinstance(each, Finished):
                 self._latencies[index] = self._clock.now - self._arrivals[index]
@@ -174,7 +174,7 @@ class _Watch:
 
     def served(self, num_loads: int, busy: float) -> Served:
         in_time = sum(map(self._is_in_time, self._latencies))
-        number, admitted = self._num_counted, len(self._latencies)
+        number, admitted = len(self._counted), len(self._latencies)
         return Served(
             in_time=in_time / number,
             admitted=admitted / number,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import Literal
 
 import msgspec
@@ -54,8 +55,8 @@ class Pipeline(Message, OpWork, frozen=True):
 
 @dataclass(frozen=True)
 class Site:
-    """slo_scale: a request is in time that takes at most so many times what its workflow takes alone. load: multiple of
-    what the devices could do with one request on each all the time.
+    """slo_scale: a request is in time that takes at most so many times what its workflow takes alone; inf: requests
+    have no objective.
     """
 
     numbers: Numbers
@@ -166,7 +167,7 @@ class Site:
             request_id=str(index),
             model=workflow.base if unit == "node" else workflow.name,
             arrival=seconds,
-            objective=seconds + self.slo_scale * self.numbers.alone_seconds(workflow),
+            objective=seconds + self.slo_scale * self.numbers.alone_seconds(workflow) if self.slo_scale < inf else None,
             workflow=of_nodes.name if unit == "node" else PIPELINE,
             rounds=(rounds,) if unit == "node" else (),
             spec=spec,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from benchmarks.baselines.clusters import static
 from benchmarks.baselines.monoliths import Monoliths, Pool, Whole, equal_pools, groups_that_fit, planned_pools
 from benchmarks.simulation.compared import OURS, make
 from benchmarks.simulation.lego.arrivals import Arrivals
 from benchmarks.simulation.lego.site import Site, Unit
+from benchmarks.simulation.machine import IMAGE_TOKENS
 from core.scheduling.policies.policy import SchedulingPolicy
 
 NUM_TRAINING = 1000
@@ -85,6 +87,15 @@ SYSTEMS: dict[str, System] = {
     OURS: System("node", lambda site, load: make(OURS)),
 }
 """By name. pooled: a control that is in no paper: whole workflows on any rank, whose ranks share components."""
+
+FIXED: dict[str, System] = {
+    f"degree {degree}": System(
+        "node",
+        lambda site, load, degree=degree: static(site.num_ranks, degree, [IMAGE_TOKENS], decouples=True),  # type: ignore[misc]
+    )
+    for degree in (1, 2)
+}
+"""By name: every request has as many devices for its steps from its start to its end."""
 
 BASELINES = ("Diffusers", "Diffusers, planned", "Diffusers-C", "Diffusers-S")
 """Those of the paper."""

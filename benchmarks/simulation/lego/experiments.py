@@ -1,0 +1,267 @@
+"""The experiments of LegoDiffusion's evaluation (section 7), each a set of tasks that are independent of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from statistics import fmean
+from typing import NamedTuple
+
+import msgspec
+
+from benchmarks.simulation.compared import OURS
+from benchmarks.simulation.lego.arrivals import Arrivals
+from benchmarks.simulation.lego.measures import Cell, least_devices, least_slo_scale, most_cv, most_load, run
+from benchmarks.simulation.lego.numbers import Numbers
+from benchmarks.simulation.lego.serving import KNOWS_TRUE
+from benchmarks.simulation.lego.site import Site
+from benchmarks.simulation.lego.systems import FIXED
+
+POISSON = Arrivals()
+BURSTY = Arrivals("by workflow", 4.0)
+POOLED_BURSTS = Arrivals("pooled", 4.0)
+TRACE = Arrivals("trace")
+SETTING, DEVICES = "S6", 16
+"""Where the paper varies one thing at a time."""
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What one system did in one cell with one seed."""
+
+    experiment: str
+    cell: str  # in words, with the arrivals
+    unit: str  # of the value, in words
+    system: str
+    seed: int
+    value: float
+    is_more_better: bool = True
+
+    @property
+    def task(self) -> tuple[str, str, str, int]:
+        return self.experiment, self.cell, self.system, self.seed
+
+
+@dataclass(frozen=True)
+class Task:
+    """measure: (cell, system, seed) -> value."""
+
+    experiment: str
+    name: str
+    unit: str
+    system: str
+    seed: int
+    cell: Cell
+    measure: Callable[[Cell, str, int], float]
+    is_more_better: bool = True
+
+    def do(self) -> Record:
+        value = float(self.measure(self.cell, self.system, self.seed))
+        return Record(self.experiment, self.name, self.unit, self.system, self.seed, value, self.is_more_better)
+
+
+class Wanted(NamedTuple):
+    """What is to be run. number: of requests of a run."""
+
+    numbers: Numbers
+    settings: Sequence[str]
+    devices: Sequence[int]
+    seeds: int
+    number: int
+    systems: Sequence[str]
+
+
+Experiment = Callable[[Wanted, Mapping[str, float]], Iterator[Task]]
+"""(what is wanted, reference loads) -> its tasks. A reference load is the highest that `lego` holds with some arrivals
+(the paper's rate scale 1), by `Arrivals.text`."""
+
+
+def _tasks(
+    wanted: Wanted,
+    experiment: str,
+    name: str,
+    unit: str,
+    cell: Cell,
+    measure: Callable[[Cell, str, int], float],
+    *,
+    systems: Sequence[str] = (),
+    is_more_better: bool = True,
+) -> Iterator[Task]:
+    for seed in range(wanted.seeds):
+        for system in systems or wanted.systems:
+            yield Task(experiment, name, unit, system, seed, cell, measure, is_more_better)
+
+
+def _cell(wanted: Wanted, arrivals: Arrivals, load: float, setting: str = SETTING, devices: int = DEVICES) -> Cell:
+    return Cell(Site(wanted.numbers, setting, devices), arrivals, load, wanted.number)
+
+
+def _name(cell: Cell, *more: str) -> str:
+    return ", ".join([cell.site.setting, f"{cell.site.num_ranks} devices", cell.arrivals.text, *more])
+
+
+def _rate(wanted: Wanted, arrivals: Arrivals, experiment: str) -> Iterator[Task]:
+    for devices in wanted.devices:
+        for setting in wanted.settings:
+            cell = _cell(wanted, arrivals, 0.0, setting, devices)
+            yield from _tasks(wanted, experiment, _name(cell), "load held at 90 %", cell, most_load)
+
+
+def _sens(wanted: Wanted, arrivals: Arrivals, what: str, field: str, factor: float, experiment: str) -> Iterator[Task]:
+    changed = wanted._replace(
+        numbers=msgspec.structs.replace(wanted.numbers, **{field: factor * getattr(wanted.numbers, field)})
+    )
+    cell = _cell(changed, arrivals, 0.0)
+    yield from _tasks(changed, experiment, _name(cell, what), "load held at 90 %", cell, most_load)
+
+
+def rate(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
+    """Figure 9 a to f."""
+    yield from _rate(wanted, POISSON, "rate")
+
+
+def bursts(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
+    """The same in bursts of each workflow, where the paper's factor of 3 appears."""
+    yield from _rate(wanted, BURSTY, "bursts")
+
+
+def pooled(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
+    """The same in bursts of all workflows together."""
+    yield from _rate(wanted, POOLED_BURSTS, "pooled")
+
+
+def trace(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
+    yield from _rate(wanted, TRACE, "trace")
+
+
+def loads(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
+    """Bursts with loads that take half as long."""
+    yield from _sens(wanted, BURSTY, "loads halved", "load_gigabytes_per_second", 2.0, "loads")
+
+
+def memory(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
+    yield from _sens(wanted, POISSON, "memory halved", "device_gigabytes", 0.5, "memory")
+
+
+def true(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
+    """Durations that do not vary and are known."""
+    cell = _cell(wanted, POISSON, 0.0)
+    measure = partial(most_load, forecast=KNOWS_TRUE)
+    yield from _tasks(wanted, "true", _name(cell, "true seconds known"), "load held at 90 %", cell, measure)
+
+
+def strict(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
+    """Figure 9 g at its left end: only two devices for a request are fast enough."""
+    for setting in wanted.settings:
+        cell = Cell(Site(wanted.numbers, setting, DEVICES, 1.0), POISSON, 0.4, wanted.number)
+        name = _name(cell, "objective 1.0 x alone, load 0.4")
+        yield from _tasks(wanted, "strict", name, "in time", cell, _in_time)
+
+
+def slo(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
+    """Figure 9 g."""
+    for arrivals in (POISSON, TRACE, BURSTY):
+        cell = _cell(wanted, arrivals, references[arrivals.text])
+        name, unit = _name(cell, f"load {cell.load:.2f}"), "scale of objectives needed for 90 %"
+        yield from _tasks(wanted, "slo", name, unit, cell, least_slo_scale, is_more_better=False)
+
+
+def cv(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
+    """Figure 9 h."""
+    for arrivals in (BURSTY, POOLED_BURSTS):
+        cell = _cell(wanted, arrivals, 0.25 * references[POISSON.text])
+        name = f"{SETTING}, {DEVICES} devices, Gamma {arrivals.kind}, load {cell.load:.2f}"
+        yield from _tasks(wanted, "cv", name, "CV held at 90 %", cell, most_cv)
+
+
+def devices(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
+    """Figure 9 i."""
+    for arrivals in (POISSON, BURSTY):
+        load = 0.5 * references[arrivals.text]
+        cell = Cell(Site(wanted.numbers, SETTING, DEVICES), arrivals, load, wanted.number, num_offered=DEVICES)
+        name = f"{SETTING}, {arrivals.text}, load {load:.2f} of {DEVICES} devices"
+        yield from _tasks(wanted, "devices", name, "devices needed for 90 %", cell, least_devices, is_more_better=False)
+
+
+def overload(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
+    """Figure 10, right: more than the devices can do."""
+    for setting in wanted.settings:
+        for load in (1.5, 2.0):
+            cell = _cell(wanted, POISSON, load, setting)
+            yield from _tasks(wanted, "overload", _name(cell, f"load {load:g}"), "in time x load", cell, _served)
+
+
+def late(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
+    """What admission promises: of what was neither rejected nor given up, what missed its objective."""
+    for setting in wanted.settings:
+        cell = _cell(wanted, POISSON, 1.5, setting)
+        name = _name(cell, "load 1.5")
+        yield from _tasks(wanted, "late", name, "late of those with a picture", cell, _late, is_more_better=False)
+
+
+def degrees(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
+    """Figure 4, right: SD3's workflows on four devices, without objectives."""
+    for load in (0.1, 0.3, 0.5, 0.75, 0.9):
+        cell = Cell(Site(wanted.numbers, "S1", 4, inf), POISSON, load, wanted.number)
+        systems = (*FIXED, "lego", OURS)
+        name = _name(cell, f"load {load:g}")
+        yield from _tasks(
+            wanted, "degrees", name, "mean latency", cell, _mean_latency, systems=systems, is_more_better=False
+        )
+
+
+def sharing(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
+    """Figure 4, left: SD3's workflows on three devices: a device for each, or all shared."""
+    for load in (0.4, 0.7):
+        cell = Cell(Site(wanted.numbers, "S1", 3, inf), POISSON, load, wanted.number)
+        name, systems = _name(cell, f"load {load:g}"), ("Diffusers", "pooled", "lego", OURS)
+        yield from _tasks(
+            wanted, "sharing", name, "mean latency", cell, _mean_latency, systems=systems, is_more_better=False
+        )
+
+
+def _in_time(cell: Cell, system: str, seed: int) -> float:
+    return run(cell, system, seed).in_time
+
+
+def _served(cell: Cell, system: str, seed: int) -> float:
+    return run(cell, system, seed).in_time * cell.load
+
+
+def _late(cell: Cell, system: str, seed: int) -> float:
+    return run(cell, system, seed).late
+
+
+def _mean_latency(cell: Cell, system: str, seed: int) -> float:
+    return fmean(run(cell, system, seed).latencies)
+
+
+EXPERIMENTS: dict[str, Experiment] = {
+    each.__name__: each
+    for each in (rate, bursts, pooled, trace, loads, memory, true, strict, overload, late, degrees, sharing)
+} | {each.__name__: each for each in (slo, cv, devices)}
+"""By name."""
+
+NEED_REFERENCES = ("slo", "cv", "devices")
+
+
+def reference_tasks(wanted: Wanted) -> Iterator[Task]:
+    """What reference loads are made of."""
+    for arrivals in (POISSON, TRACE, BURSTY):
+        cell = _cell(wanted, arrivals, 0.0)
+        yield from _tasks(wanted, "reference", _name(cell), "load held at 90 %", cell, most_load, systems=("lego",))
+
+
+def references(records: Sequence[Record]) -> dict[str, float]:
+    """From the records of these tasks."""
+    found: dict[str, list[float]] = {}
+    for each in records:
+        if each.experiment == "reference":
+            found.setdefault(each.cell, []).append(each.value)
+    return {
+        arrivals.text: fmean(values)
+        for arrivals in (POISSON, TRACE, BURSTY)
+        for cell, values in found.items()
+        if arrivals.text in cell
+    }

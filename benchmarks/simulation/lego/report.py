@@ -1,0 +1,119 @@
+"""Runs experiments, each task once, and prints what they show. A run that was interrupted goes on from its file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+
+from benchmarks.report import print_line
+from benchmarks.simulation.arena.verdict import half_interval
+from benchmarks.simulation.compared import OURS
+from benchmarks.simulation.lego.experiments import (
+    EXPERIMENTS,
+    NEED_REFERENCES,
+    Record,
+    Task,
+    Wanted,
+    reference_tasks,
+    references,
+)
+from benchmarks.simulation.lego.numbers import described
+from benchmarks.simulation.lego.systems import BASELINES
+
+
+def compare(names: Sequence[str], wanted: Wanted, processes: int, output: Path | None) -> list[Record]:
+    """Run experiments of EXPERIMENTS and print tables. output: of lines of JSON; what it has is not run again."""
+    print("LegoDiffusion's settings, simulated. Assumed, as the paper does not state them:")
+    for line in described(wanted.numbers):
+        print(line)
+    print(f"Steps are made in at most {wanted.numbers.most_rounds} rounds; {wanted.number} requests, the first and")
+    print("the last tenth are not counted. Values are on all devices as soon as they are made.")
+    found = list(_read(output))
+    known: dict[str, float] = {}
+    if any(name in NEED_REFERENCES for name in names):
+        found += _do(reference_tasks(wanted), found, processes, output)
+        known = references(found)
+    for name in names:
+        tasks = list(EXPERIMENTS[name](wanted, known))
+        found += _do(tasks, found, processes, output)
+        for line in table([each for each in found if each.task in {_key(task) for task in tasks}]):
+            print(line, flush=True)
+    return found
+
+
+def _read(output: Path | None) -> Iterator[Record]:
+    if output is not None and output.exists():
+        for line in output.read_text().splitlines():
+            yield msgspec.json.decode(line, type=Record)
+
+
+def _do(tasks: Iterable[Task], found: Sequence[Record], processes: int, output: Path | None) -> list[Record]:
+    """The records of tasks that have none yet."""
+    done = {each.task for each in found}
+    left, made = [task for task in tasks if _key(task) not in done], list[Record]()
+    if processes == 1:
+        return [_noted(task.do(), output) for task in left]
+    with get_context("forkserver").Pool(processes) as pool:
+        for record in pool.imap(Task.do, left):
+            made.append(_noted(record, output))
+    return made
+
+
+def _noted(record: Record, output: Path | None) -> Record:
+    print_line(msgspec.to_builtins(record), output)
+    return record
+
+
+def _key(task: Task) -> tuple[str, str, str, int]:
+    return task.experiment, task.name, task.system, task.seed
+
+
+# ---------------------------------------------------------------------------------------------------- tables
+
+
+def table(records: Sequence[Record]) -> Iterator[str]:
+    """A line for each cell and system: the mean over seeds, and our advantage: the mean of the paired ratios, with half
+    of its 95 % confidence interval.
+    """
+    for cell in dict.fromkeys((each.experiment, each.cell) for each in records):
+        mine = [each for each in records if (each.experiment, each.cell) == cell]
+        seeds = sorted({each.seed for each in mine})
+        yield f"\n{mine[0].experiment}: {mine[0].cell}; {len(seeds)} seeds: {mine[0].unit}"
+        for system in dict.fromkeys(each.system for each in mine):
+            values = [each.value for each in mine if each.system == system]
+            yield f"  {system:<20} {fmean(values):7.3f} +- {half_interval(values):5.3f}   {_advantage(mine, system)}"
+        for name, others in (("all others", None), ("the paper's baselines", BASELINES)):
+            best = _best(mine, others)
+            if best is not None:
+                yield f"  best of {name}: {best}; {_advantage(mine, best)}"
+
+
+def _best(records: Sequence[Record], among: Sequence[str] | None) -> str | None:
+    names = [
+        name
+        for name in dict.fromkeys(each.system for each in records)
+        if name != OURS and (among is None or name in among)
+    ]
+    choose: Callable[..., str] = max if records[0].is_more_better else min
+    return choose(names, key=lambda name: fmean(e.value for e in records if e.system == name)) if names else None
+
+
+def _advantage(records: Sequence[Record], other: str) -> str:
+    """Ours against another system."""
+    values = {(each.system, each.seed): each.value for each in records}
+    seeds = sorted(seed for system, seed in values if system == other and (OURS, seed) in values)
+    if other == OURS or not seeds:
+        return ""
+    pairs = [(values[OURS, seed], values[other, seed]) for seed in seeds]
+    ratios = [_ratio(*pair, is_more_better=records[0].is_more_better) for pair in pairs]
+    return f"ours {fmean(ratios):.2f}x +- {half_interval(ratios):.2f}"
+
+
+def _ratio(ours: float, other: float, *, is_more_better: bool) -> float:
+    """Above 1 where ours is better; values of 0 count as 0.01."""
+    one, two = max(ours, 0.01), max(other, 0.01)
+    return one / two if is_more_better else two / one
