@@ -147,6 +147,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--experiments", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS), help="with --paper lego: by name"
     )
+    parser.add_argument(
+        "--records", type=Path, metavar="FILE", help="with --paper lego: to go on from, and to add to; made if missing"
+    )
     parser.add_argument("--settings", nargs="+", default=SETTINGS, choices=SETTINGS, help="with --paper lego")
     parser.add_argument("--devices", nargs="+", type=int, default=[8, 16, 32], help="with --paper lego")
     parser.add_argument("--requests", type=int, default=600, help="with --paper lego: of each run")
@@ -160,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         wanted = Wanted(
             Numbers.read(), args.settings, args.devices, args.seeds or LEGO_SEEDS, args.requests, args.systems
         )
-        lego.compare(args.experiments, wanted, args.processes, args.output)
+        lego.compare(args.experiments, wanted, args.processes, args.records)
         return
     if args.arena:
         scenarios = args.only or list(ARENA)

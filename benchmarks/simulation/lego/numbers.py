@@ -39,7 +39,7 @@ class Numbers(msgspec.Struct, frozen=True):
     controlnet_seconds_share: dict[str, float]  # of its base's time
     load_gigabytes_per_second: float
     device_gigabytes: float
-    batch_slope: float  # a step of b requests takes 1 - slope + slope * b times that of one
+    batch_slope: float  # a batch of b requests takes 1 - slope + slope * b times that of one
     speed_of_two: float  # of a step on two devices
     encode_seconds: float
     decode_seconds: float
@@ -72,6 +72,10 @@ class Numbers(msgspec.Struct, frozen=True):
         """Of so many ControlNets for a round of this number of requests."""
         alone = self.solo_seconds[base] * self.controlnet_seconds_share[base] / self.rounds(base)
         return num_nets * self._batch(alone, number, degree) + self._overhead(base)
+
+    def encoding_seconds(self, number: int) -> float:
+        """Of so many prompts."""
+        return self._batch(self.encode_seconds, number, 1) + self.node_seconds
 
     def _batch(self, alone: float, number: int, degree: int) -> float:
         speed = self.speed_of_two if degree > 1 else 1.0

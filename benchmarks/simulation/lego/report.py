@@ -25,46 +25,46 @@ from benchmarks.simulation.lego.numbers import described
 from benchmarks.simulation.lego.systems import BASELINES
 
 
-def compare(names: Sequence[str], wanted: Wanted, processes: int, output: Path | None) -> list[Record]:
-    """Run experiments of EXPERIMENTS and print tables. output: of lines of JSON; what it has is not run again."""
+def compare(names: Sequence[str], wanted: Wanted, processes: int, file: Path | None) -> list[Record]:
+    """Run experiments of EXPERIMENTS and print tables. file: of lines of JSON: what it has is not run again."""
     print("LegoDiffusion's settings, simulated. Assumed, as the paper does not state them:")
     for line in described(wanted.numbers):
         print(line)
     print(f"Steps are made in at most {wanted.numbers.most_rounds} rounds; {wanted.number} requests, the first and")
     print("the last tenth are not counted. Values are on all devices as soon as they are made.")
-    found = list(_read(output))
+    found = list(_read(file))
     known: dict[str, float] = {}
     if any(name in NEED_REFERENCES for name in names):
-        found += _do(reference_tasks(wanted), found, processes, output)
+        found += _do(reference_tasks(wanted), found, processes, file)
         known = references(found)
     for name in names:
         tasks = list(EXPERIMENTS[name](wanted, known))
-        found += _do(tasks, found, processes, output)
+        found += _do(tasks, found, processes, file)
         for line in table([each for each in found if each.task in {_key(task) for task in tasks}]):
             print(line, flush=True)
     return found
 
 
-def _read(output: Path | None) -> Iterator[Record]:
-    if output is not None and output.exists():
-        for line in output.read_text().splitlines():
+def _read(file: Path | None) -> Iterator[Record]:
+    if file is not None and file.exists():
+        for line in file.read_text().splitlines():
             yield msgspec.json.decode(line, type=Record)
 
 
-def _do(tasks: Iterable[Task], found: Sequence[Record], processes: int, output: Path | None) -> list[Record]:
+def _do(tasks: Iterable[Task], found: Sequence[Record], processes: int, file: Path | None) -> list[Record]:
     """The records of tasks that have none yet."""
     done = {each.task for each in found}
     left, made = [task for task in tasks if _key(task) not in done], list[Record]()
     if processes == 1:
-        return [_noted(task.do(), output) for task in left]
+        return [_noted(task.do(), file) for task in left]
     with get_context("forkserver").Pool(processes) as pool:
         for record in pool.imap(Task.do, left):
-            made.append(_noted(record, output))
+            made.append(_noted(record, file))
     return made
 
 
-def _noted(record: Record, output: Path | None) -> Record:
-    print_line(msgspec.to_builtins(record), output)
+def _noted(record: Record, file: Path | None) -> Record:
+    print_line(msgspec.to_builtins(record), file)
     return record
 
 

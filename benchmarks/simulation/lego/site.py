@@ -222,7 +222,7 @@ def op_seconds(numbers: Numbers, op: str, workflow: Workflow, number: int, degre
         case "pipeline":
             return number * numbers.alone_seconds(workflow)
         case "text_encode":
-            return numbers.encode_seconds * number + numbers.node_seconds
+            return numbers.encoding_seconds(number)
         case "decode":
             return numbers.decode_seconds * number + numbers.node_seconds
         case "denoise":
