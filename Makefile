@@ -98,7 +98,7 @@ bench-cost-model: MODULE := benchmarks.micro.cost_model  ## How well the cost mo
 bench-router-decision: MODULE := benchmarks.micro.router_decision  ## Time of a routing decision, and what the router costs
 bench-scheduler-scale: MODULE := benchmarks.micro.scheduler_scale  ## CPU time of an engine's loop with 16 to 256 ranks and up to 5,000 waiting requests; of the scheduling policy by ARGS="--policy default --ranks 64 --waiting 300"
 bench-quality: MODULE := benchmarks.quality  ## SSIM and accuracy of mask-aware edits against exact ones, and what every knob does
-simulate: MODULE := benchmarks.simulation  ## Latency by routing policy on simulated fleets; ARGS="--paper neustream": goodput by scheduling policy; ARGS="--paper ddit": latency and device time of videos; ARGS="--models five": models that take turns in the memory of ranks; ARGS="--arena": the default scheduling policy against those before it
+simulate: MODULE := benchmarks.simulation  ## Latency by routing policy on simulated fleets; ARGS="--paper neustream": goodput by scheduling policy; ARGS="--paper ddit": latency and device time of videos; ARGS="--paper lego": workflows that share models; ARGS="--models five": models that take turns in the memory of ranks; ARGS="--arena": the default scheduling policy against those before it
 soak: MODULE := benchmarks.soak  ## 20 minutes of mixed traffic with a fault every 30 s: requests, lost, wrong, restarts, memory slope; ARGS="--minutes 10 --single-deaths" kills single workers of one engine
 
 $(BENCHMARKS): $(DEV)

@@ -6,6 +6,7 @@ millisecond (section 7.5), whatever these do. Everything else is as in the engin
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -80,6 +81,7 @@ class Served:
     """What became of the counted requests."""
 
     in_time: float  # share
+    in_time_of: dict[str, float]  # share of each workflow's
     admitted: float  # share that was not rejected, or given up
     late: float  # of these, the share that missed its objective
     latencies: list[float]  # seconds, of those with a picture
@@ -149,8 +151,9 @@ class _Watch:
     ) -> None:
         self._clock, self._arrivals, edge = clock, arrivals, int(EDGE * len(arrivals))
         self._counted = range(edge, len(arrivals) - edge)
+        self._names = [workflows[str(index)].name for index in range(len(arrivals))]
         alone = {each.name: site.numbers.alone_seconds(each) for each in site.workflows}
-        self._allowed = [site.slo_scale * alone[workflows[str(index)].name] for index in range(len(arrivals))]
+        self._allowed = [site.slo_scale * alone[name] for name in self._names]
         self._most_missed = (1 - least) * len(self._counted) if least else inf
         self._latencies: dict[int, float] = {}
         self._num_missed = 0
@@ -175,8 +178,11 @@ class _Watch:
     def served(self, num_loads: int, busy: float) -> Served:
         in_time = sum(map(self._is_in_time, self._latencies))
         number, admitted = len(self._counted), len(self._latencies)
+        numbers = Counter(self._names[index] for index in self._counted)
+        timely = Counter(self._names[index] for index in filter(self._is_in_time, self._latencies))
         return Served(
             in_time=in_time / number,
+            in_time_of={name: timely[name] / numbers[name] for name in sorted(numbers)},
             admitted=admitted / number,
             late=1 - in_time / admitted if admitted else 0.0,
             latencies=list(self._latencies.values()),

@@ -1,0 +1,197 @@
+"""LegoDiffusion's settings in simulated time: every system serves them, times are as the numbers say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from statistics import fmean, stdev
+
+import msgspec
+import numpy as np
+import pytest
+
+from benchmarks.baselines.monoliths import Whole, equal_pools, groups_that_fit, planned_pools
+from benchmarks.simulation.compared import OURS
+from benchmarks.simulation.lego.arrivals import Arrivals, Kind
+from benchmarks.simulation.lego.experiments import EXPERIMENTS, Record, Wanted, reference_tasks, references
+from benchmarks.simulation.lego.measures import TARGET, Cell, _edge, least_devices, run
+from benchmarks.simulation.lego.numbers import ASSUMED, Numbers, varied
+from benchmarks.simulation.lego.report import compare, table
+from benchmarks.simulation.lego.serving import KNOWS_TRUE, serve
+from benchmarks.simulation.lego.site import Site
+from benchmarks.simulation.lego.systems import BASELINES, FIXED, SYSTEMS, Load
+from core.handles import ModelKey
+
+NUMBERS = msgspec.structs.replace(Numbers.read(), most_rounds=2)
+POISSON = Arrivals()
+
+
+def cell(load: float, number: int = 60, setting: str = "S5", devices: int = 4, slo_scale: float = 2.0) -> Cell:
+    return Cell(Site(NUMBERS, setting, devices, slo_scale), POISSON, load, number)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_system_serves_nearly_all_where_little_is_asked_for(system: str) -> None:
+    served = run(cell(0.15, setting="S1"), system, seed=0)
+    assert served.is_whole
+    assert served.in_time > 0.8
+    assert served.in_time <= served.admitted <= 1.0
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_what_is_admitted_is_mostly_in_time_where_too_much_is_asked_for(system: str) -> None:
+    served = run(cell(3.0), system, seed=0)
+    assert 0.1 < served.in_time < 0.9
+    assert served.late < 0.35
+    assert served.busy <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("system", "degree"),
+    [("Diffusers-C", 1), ("pooled", 1), ("lego", 2), (OURS, 2), *((name, int(name[-1])) for name in FIXED)],
+)
+def test_a_lone_request_takes_as_long_as_the_numbers_say(system: str, degree: int) -> None:
+    """A whole workflow has no overhead by node, and one device."""
+    lone = Site(NUMBERS, "S1", 2, inf)
+    served = serve(lone, system, Load(POISSON, 0.001, 12, 0), forecast=KNOWS_TRUE)
+    base = lone.workflows[0].base
+    saved = NUMBERS.solo_seconds[base] * (1 - 1 / NUMBERS.speed_of_two) if degree == 2 else 0.0
+    overhead = 0.0 if system in ("Diffusers-C", "pooled") else (NUMBERS.steps[base] + 4) * NUMBERS.node_seconds
+    expected = NUMBERS.alone_seconds(lone.workflows[0]) - saved
+    assert min(served.latencies) == pytest.approx(expected + overhead, abs=0.02)
+
+
+def test_a_run_stops_once_it_is_certain_that_too_few_are_in_time() -> None:
+    whole, stopped = (run(cell(2.5), "lego", 0, least=least) for least in (0.0, TARGET))
+    assert whole.is_whole
+    assert not stopped.is_whole
+    assert whole.in_time < TARGET
+    assert stopped.in_time < TARGET
+
+
+def test_what_a_device_has_at_first_fits() -> None:
+    for setting in NUMBERS.bases:
+        for unit in ("node", "workflow", "workflow, shared"):
+            site = Site(NUMBERS, setting, 8)
+            for rank in range(8):
+                there = site.started(unit, rank)
+                assert there
+                assert sum(site.sizes(unit)[key] for key in there) <= site.budget
+    shared = Site(NUMBERS, "S6", 8)
+    assert set(shared.started("node", 3)) == set(shared.sizes("node")), "all that is shared fits"
+    assert len(shared.started("workflow", 3)) < len(shared.workflows), "whole workflows do not"
+    small = Site(varied(NUMBERS, "device_gigabytes", 0.5), "S6", 8)
+    denoisers = [{key for key in small.started("node", rank) if key.component == "transformer"} for rank in range(2)]
+    assert denoisers == [{ModelKey("flux-s", "transformer")}, {ModelKey("flux-d", "transformer")}]
+
+
+# ------------------------------------------------------------------------------------------------ arrivals
+
+
+@pytest.mark.parametrize("kind", ["pooled", "by workflow"])
+@pytest.mark.parametrize("cv", [1.0, 4.0])
+def test_processes_have_their_rate_and_burstiness(kind: Kind, cv: float) -> None:
+    drawn = Arrivals(kind, cv).draw(2.0, 40000, 3, seed=1)
+    seconds = [when for when, _ in drawn]
+    assert seconds == sorted(seconds)
+    assert len(drawn) / seconds[-1] == pytest.approx(2.0, rel=0.1)
+    shares = [sum(index == place for _, index in drawn) / len(drawn) for place in range(3)]
+    assert shares == pytest.approx(Arrivals(kind, cv).shares(3), abs=0.05)
+    mine = seconds if kind == "pooled" else [when for when, index in drawn if index == 0]
+    gaps = np.diff(mine).tolist()
+    assert stdev(gaps) / fmean(gaps) == pytest.approx(cv, rel=0.15)
+
+
+@pytest.mark.parametrize("kind", ["trace", "trace, redrawn"])
+def test_the_trace_has_the_mean_rate_that_is_asked_for(kind: Kind) -> None:
+    arrivals = Arrivals(kind, 2.0)
+    drawn = arrivals.draw(4.0, 500, 6, seed=2)
+    assert drawn[0][0] == 0.0
+    assert len(drawn) / drawn[-1][0] == pytest.approx(4.0)
+    assert {index for _, index in drawn} <= set(range(6))
+    assert sum(arrivals.shares(6)) == pytest.approx(1.0)
+    assert drawn == arrivals.draw(4.0, 500, 6, seed=2)
+
+
+# ------------------------------------------------------------------------------------------------ pools
+
+
+def test_a_planner_serves_more_than_equal_shares_and_groups_fit() -> None:
+    models = {"small": Whole(10, 1.0, 0.9), "large": Whole(30, 4.0, 0.05), "other": Whole(20, 1.0, 0.05)}
+    assert groups_that_fit(models, 50) == [("large", "other"), ("small",)]
+    equal = equal_pools(models, 7)
+    assert [len(pool.ranks) for pool in equal] == [3, 2, 2]
+    names = ["small"] * 18 + ["large", "other"]
+    arrivals = [(0.2 * index, names[index % 20]) for index in range(400)]
+    planned = planned_pools([(name,) for name in models], models, 7, 2.0, arrivals)
+    assert sorted(rank for pool in planned for rank in pool.ranks) == list(range(7))
+    ranks = {name: len(pool.ranks) for pool in planned for name in pool.models}
+    assert ranks["small"] >= 4
+
+
+# ------------------------------------------------------------------------------------------------ measures
+
+
+@pytest.mark.parametrize("edge", [0.06, 0.3, 0.9, 1.7])
+def test_the_edge_of_what_is_held_is_found(edge: float) -> None:
+    assert _edge(lambda value: value <= edge, 0.85, 0.05, 2.2) == pytest.approx(edge, rel=0.03)
+
+
+def test_the_edge_is_within_bounds() -> None:
+    assert _edge(lambda value: True, 0.85, 0.05, 2.2) == 2.2
+    assert _edge(lambda value: False, 0.85, 0.05, 2.2) == 0.0
+
+
+def test_fewer_devices_hold_less() -> None:
+    asked = replace(cell(0.3, 40, "S1", 8), num_offered=8)
+    assert 3 <= least_devices(asked, "pooled", 0) <= 8
+
+
+# ------------------------------------------------------------------------------------------------ report
+
+
+def wanted(systems: Sequence[str], seeds: int = 2) -> Wanted:
+    return Wanted(NUMBERS, ["S1"], [2], seeds, 30, systems)
+
+
+def test_a_run_goes_on_from_its_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "records"
+    few = compare(["overload"], wanted(["Diffusers-C"], 1), 1, file)
+    assert len(few) == 2
+    lines = file.read_text().splitlines()
+    more = compare(["overload"], wanted(["Diffusers-C", "pooled"], 1), 1, file)
+    assert file.read_text().splitlines()[: len(lines)] == lines
+    assert len(more) == 4
+    printed = capsys.readouterr().out
+    assert "Poisson, pooled" in printed, "arrivals are stated"
+    assert all(name.replace("_", " ") in printed for name in ASSUMED)
+
+
+def test_advantages_are_of_pairs() -> None:
+    ours, theirs = (2.0, 4.0), (1.0, 4.0)
+    records = [
+        Record("rate", "a cell", "load held", name, seed, values[seed])
+        for name, values in ((OURS, ours), (BASELINES[0], theirs))
+        for seed in range(2)
+    ]
+    lines = list(table(records))
+    assert any("ours 1.50x" in line for line in lines)
+    assert any(f"best of the paper's baselines: {BASELINES[0]}" in line for line in lines)
+
+
+def test_every_experiment_has_tasks_and_reference_loads_are_means() -> None:
+    every = wanted(list(SYSTEMS))
+    records = [
+        Record(task.experiment, task.name, task.unit, task.system, task.seed, 1.0 + task.seed)
+        for task in reference_tasks(every)
+    ]
+    found = references(records)
+    assert set(found.values()) == {1.5}
+    for name, experiment in EXPERIMENTS.items():
+        tasks = list(experiment(every, found))
+        assert tasks, name
+        keys = [(task.experiment, task.name, task.system, task.seed) for task in tasks]
+        assert len(set(keys)) == len(keys), "no two tasks have one name"
+        assert all(task.experiment == name for task in tasks)
