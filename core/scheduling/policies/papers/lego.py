@@ -8,13 +8,13 @@ end late, after all that were admitted before it.
 
 The paper leaves open, and this policy decides: a model's largest batch and its degree (`_largest_batch`, `_degree`);
 what makes room for a load: what was used least recently; that ranks form sets as everywhere here (`Buddies`), so a
-batch gets 1, 2, 4, ... of them; that a ControlNet has one rank; and that a batch whose next rank is not free does not
-keep others waiting for it, where the pages of a mask-aware edit are on one device.
+batch gets 1, 2, 4, ... of them; that a ControlNet has one rank; and that a mask-aware edit whose pages are on
+the device of a busy rank lets others go ahead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 from itertools import islice
@@ -56,7 +56,7 @@ class Placed:
 
     def is_left(self, view: View, ranks: RankIds, request: Request, node: Node) -> bool:
         """Whether a node of it is still to be sent to these ranks."""
-        if not request.is_live or request.progress.scheduled[node.name] != self.number[request.id, node.name]:
+        if request.progress.scheduled[node.name] != self.number[request.id, node.name]:
             return False
         return node in view.ready(request) and view.has_pages(request, node, ranks)
 
@@ -81,14 +81,14 @@ class Lego(SchedulingPolicy):
     # ------------------------------------------------------------------------------------------------ loads
 
     def loads(self, demand: ModelDemand, now: float) -> Loads:
-        """What placed batches need, at every pass. Templates are primed beside batches: as for other policies, what
-        that needs is loaded while no batch waits for a load.
+        """What placed batches need, at every pass. While none of them has to wait for that, what is wanted without a
+        request is loaded as for other policies: for templates, and where no request was admitted.
         """
         residency = demand.residency
         orders = [
             order for ranks, placed in self._placed.items() for order in self._orders(residency, ranks, placed, now)
         ]
-        if not orders and (demand.cache.models_in_use or demand.cache.wanted_models()):
+        if not orders and (not self._admitted or demand.cache.models_in_use or demand.cache.wanted_models()):
             return where_needed(demand, now)
         return Loads(tuple(orders), None, again=now)
 
@@ -107,8 +107,9 @@ class Lego(SchedulingPolicy):
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         self._judge_new(view, now)
-        self._forget_sent(view)
-        self._place(view, self._in_turn(view))
+        requests = self._in_turn(view)
+        self._forget_sent(view, {request.id for request in requests})
+        self._place(view, requests)
         loading = [placed for ranks, placed in self._placed.items() if not _have_model(view, ranks, placed)]
         asks = [AskAgain(0.0)] if any(not placed.is_ordered for placed in loading) else []
         return [*self._rejected.values(), *LegoPass(view, placed=self._placed).run(), *asks]
@@ -123,10 +124,14 @@ class Lego(SchedulingPolicy):
                 chosen.append(request)
         return chosen
 
-    def _forget_sent(self, view: View) -> None:
-        """Forget batches that were sent, or cannot be sent to their ranks any more, and what of others has ended."""
+    def _forget_sent(self, view: View, in_turn: Collection[str]) -> None:
+        """Forget batches that were sent, or cannot be sent to their ranks any more, and what of others has ended.
+        in_turn: ids of the requests that may run.
+        """
         for ranks, placed in list(self._placed.items()):
-            placed.items = [item for item in placed.items if placed.is_left(view, ranks, *item)]
+            placed.items = [
+                item for item in placed.items if item[0].id in in_turn and placed.is_left(view, ranks, *item)
+            ]
             if (
                 not placed.items
                 or not set(ranks) <= set(view.ranks)
