@@ -192,12 +192,13 @@ def overload(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
             yield from _tasks(wanted, "overload", _name(cell, f"load {load:g}"), "in time x load", cell, _served)
 
 
-def late(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
-    """What admission promises: of what was neither rejected nor given up, what missed its objective."""
+def broken(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
+    """What admission promises: of what has begun, what is not in time."""
     for setting in wanted.settings:
         cell = _cell(wanted, POISSON, 1.5, setting)
         name = _name(cell, "load 1.5")
-        yield from _tasks(wanted, "late", name, "late of those with a picture", cell, _late, is_more_better=False)
+        unit = "not in time of those that have begun"
+        yield from _tasks(wanted, "broken", name, unit, cell, _broken, is_more_better=False)
 
 
 def degrees(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
@@ -229,8 +230,8 @@ def _served(cell: Cell, system: str, seed: int) -> float:
     return run(cell, system, seed).in_time * cell.load
 
 
-def _late(cell: Cell, system: str, seed: int) -> float:
-    return run(cell, system, seed).late
+def _broken(cell: Cell, system: str, seed: int) -> float:
+    return run(cell, system, seed).broken
 
 
 def _mean_latency(cell: Cell, system: str, seed: int) -> float:
@@ -239,7 +240,7 @@ def _mean_latency(cell: Cell, system: str, seed: int) -> float:
 
 EXPERIMENTS: dict[str, Experiment] = {
     each.__name__: each
-    for each in (rate, bursts, pooled, trace, loads, memory, true, strict, overload, late, degrees, sharing)
+    for each in (rate, bursts, pooled, trace, loads, memory, true, strict, overload, broken, degrees, sharing)
 } | {each.__name__: each for each in (slo, cv, devices)}
 """By name."""
 

@@ -7,7 +7,7 @@ millisecond (section 7.5), whatever these do. Everything else is as in the engin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -27,7 +27,7 @@ from core.costs.cost_model import CostModel
 from core.graph.work import Work
 from core.handles import LoadedComponent, ModelKey
 from core.messages.engine import Failed, Finished
-from core.messages.worker import Batch, BatchResult
+from core.messages.worker import Batch, BatchResult, ItemResult
 from core.scheduling.endings import Output
 from core.scheduling.scheduler import StepScheduler
 
@@ -47,6 +47,16 @@ class OneSided(StepScheduler):
         super().apply(result)
         for made in (made for item in result.items for made in item.tensors):
             self.values.note_copy(made.key, self.ranks.up)
+
+
+class NotingRanks(ModelRanks):
+    """Note which requests have begun."""
+
+    begun: set[str]  # their ids
+
+    def run(self, batch: Batch, rank: int) -> tuple[ItemResult, ...]:
+        self.begun.update(item.request_id for item in batch.items)
+        return super().run(batch, rank)
 
 
 class WorkflowDurations(Durations):
@@ -82,8 +92,8 @@ class Served:
 
     in_time: float  # share
     in_time_of: dict[str, float]  # share of each workflow's
-    admitted: float  # share that was not rejected, or given up
-    late: float  # of these, the share that missed its objective
+    begun: float  # share
+    broken: float  # of these, the share that missed its objective or was given up
     latencies: list[float]  # seconds, of those with a picture
     num_loads: int  # components, of all requests
     busy: float  # share of the devices' time until the last answer
@@ -98,7 +108,8 @@ def serve(site: Site, name: str, load: Load, *, forecast: str = "learnt", least:
     system, clock, is_true = (SYSTEMS | FIXED)[name], Clock(), forecast == KNOWS_TRUE
     infos, sizes, arrivals = site.infos(system.unit), site.sizes(system.unit), load.draw(site)
     workflows = {str(index): site.workflows[place] for index, (_, place) in enumerate(arrivals)}
-    ranks = ModelRanks(site.num_ranks, infos, sizes, site.budget, Poison(), 0.0, Random(0))
+    ranks = NotingRanks(site.num_ranks, infos, sizes, site.budget, Poison(), 0.0, Random(0))
+    ranks.begun = set()
     cost = FrozenCosts() if is_true else CostModel()
     scheduler = OneSided(
         SchedulerConfig(
@@ -135,7 +146,8 @@ def serve(site: Site, name: str, load: Load, *, forecast: str = "learnt", least:
     clock.run()
     if not watch.is_stopped:
         assert not scheduler.num_requests, f"{scheduler.num_requests} requests are left"
-    return watch.served(len(ranks.loaded), sum(engine.clocks.busy_seconds) / (site.num_ranks * max(clock.now, 1e-9)))
+    busy = sum(engine.clocks.busy_seconds) / (site.num_ranks * max(clock.now, 1e-9))
+    return watch.served(ranks.begun, len(ranks.loaded), busy)
 
 
 class _Watch:
@@ -175,16 +187,16 @@ class _Watch:
     def _is_in_time(self, index: int) -> bool:
         return self._latencies.get(index, inf) <= self._allowed[index] + 1e-9
 
-    def served(self, num_loads: int, busy: float) -> Served:
-        in_time = sum(map(self._is_in_time, self._latencies))
-        number, admitted = len(self._counted), len(self._latencies)
-        numbers = Counter(self._names[index] for index in self._counted)
-        timely = Counter(self._names[index] for index in filter(self._is_in_time, self._latencies))
+    def served(self, begun: Collection[str], num_loads: int, busy: float) -> Served:
+        timely = set(filter(self._is_in_time, self._latencies))
+        of_workflow = Counter(self._names[index] for index in self._counted)
+        timely_of = Counter(self._names[index] for index in timely)
+        counted = {index for index in map(int, begun) if index in self._counted}
         return Served(
-            in_time=in_time / number,
-            in_time_of={name: timely[name] / numbers[name] for name in sorted(numbers)},
-            admitted=admitted / number,
-            late=1 - in_time / admitted if admitted else 0.0,
+            in_time=len(timely) / len(self._counted),
+            in_time_of={name: timely_of[name] / of_workflow[name] for name in sorted(of_workflow)},
+            begun=len(counted) / len(self._counted),
+            broken=len(counted - timely) / len(counted) if counted else 0.0,
             latencies=list(self._latencies.values()),
             num_loads=num_loads,
             busy=busy,
