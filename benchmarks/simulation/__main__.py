@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--settings", nargs="+", default=SETTINGS, choices=SETTINGS, help="with --paper lego")
     parser.add_argument("--devices", nargs="+", type=int, default=[8, 16, 32], help="with --paper lego")
-    parser.add_argument("--requests", type=int, default=600, help="with --paper lego: of each run")
+    parser.add_argument("--quick", action="store_true", help="with --paper lego: fewer requests, rounds and seeds")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS, help="with --paper lego")
     parser.add_argument("--vary", action="store_true", help="with --paper ddit: halve and double each assumed number")
     args = parser.parse_args(argv)
@@ -160,10 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         serve_videos(args)
         return
     if args.paper == "lego":
-        wanted = Wanted(
-            Numbers.read(), args.settings, args.devices, args.seeds or LEGO_SEEDS, args.requests, args.systems
-        )
-        lego.compare(args.experiments, wanted, args.processes, args.records)
+        serve_workflows(args)
         return
     if args.arena:
         scenarios = args.only or list(ARENA)
@@ -198,6 +195,15 @@ def serve_videos(args: argparse.Namespace) -> None:
     results = videos.compare(args.seeds or 1, args.processes)
     if args.output is not None:
         args.output.write_text(videos.as_json(results))
+
+
+def serve_workflows(args: argparse.Namespace) -> None:
+    """Quick: one setting with two seeds takes two minutes."""
+    numbers, seeds, number = Numbers.read(), args.seeds or LEGO_SEEDS, 800
+    if args.quick:
+        numbers, seeds, number = msgspec.structs.replace(numbers, most_rounds=4), args.seeds or 2, 300
+    wanted = Wanted(numbers, args.settings, args.devices, seeds, number, args.systems)
+    lego.compare(args.experiments, wanted, args.processes, args.records)
 
 
 def simulate_fleets(args: argparse.Namespace) -> None:

@@ -27,6 +27,10 @@ SETTING, DEVICES = "S6", 16
 """Where the paper varies one thing at a time."""
 
 
+TaskKey = tuple[str, str, str, int, str]
+"""(experiment, cell, system, seed, effort)"""
+
+
 class Record(msgspec.Struct, frozen=True):
     """What one system did in one cell with one seed."""
 
@@ -36,11 +40,12 @@ class Record(msgspec.Struct, frozen=True):
     system: str
     seed: int
     value: float
+    effort: str  # how much was simulated, in words
     is_more_better: bool = True
 
     @property
-    def task(self) -> tuple[str, str, str, int]:
-        return self.experiment, self.cell, self.system, self.seed
+    def task(self) -> TaskKey:
+        return self.experiment, self.cell, self.system, self.seed, self.effort
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,18 @@ class Task:
     measure: Callable[[Cell, str, int], float]
     is_more_better: bool = True
 
+    @property
+    def key(self) -> TaskKey:
+        return self.experiment, self.name, self.system, self.seed, self._effort
+
+    @property
+    def _effort(self) -> str:
+        return f"{self.cell.number} requests, {self.cell.site.numbers.most_rounds} rounds"
+
     def do(self) -> Record:
         value = float(self.measure(self.cell, self.system, self.seed))
-        return Record(self.experiment, self.name, self.unit, self.system, self.seed, value, self.is_more_better)
+        facts = self.experiment, self.name, self.unit, self.system, self.seed
+        return Record(*facts, value, self._effort, self.is_more_better)
 
 
 class Wanted(NamedTuple):
@@ -238,10 +252,13 @@ def _mean_latency(cell: Cell, system: str, seed: int) -> float:
     return fmean(run(cell, system, seed).latencies)
 
 
-EXPERIMENTS: dict[str, Experiment] = {
+EXPERIMENTS: Mapping[str, Experiment] = {
     each.__name__: each
-    for each in (rate, bursts, pooled, trace, loads, memory, true, strict, overload, broken, degrees, sharing)
-} | {each.__name__: each for each in (slo, cv, devices)}
+    for each in (
+        *(rate, bursts, pooled, trace, loads, memory, true, strict, overload, broken, degrees, sharing),
+        *(slo, cv, devices),
+    )
+}
 """By name."""
 
 NEED_REFERENCES = ("slo", "cv", "devices")

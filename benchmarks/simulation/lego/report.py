@@ -40,7 +40,7 @@ def compare(names: Sequence[str], wanted: Wanted, processes: int, file: Path | N
     for name in names:
         tasks = list(EXPERIMENTS[name](wanted, known))
         found += _do(tasks, found, processes, file)
-        for line in table([each for each in found if each.task in {_key(task) for task in tasks}]):
+        for line in table([each for each in found if each.task in {task.key for task in tasks}]):
             print(line, flush=True)
     return found
 
@@ -54,7 +54,7 @@ def _read(file: Path | None) -> Iterator[Record]:
 def _do(tasks: Iterable[Task], found: Sequence[Record], processes: int, file: Path | None) -> list[Record]:
     """The records of tasks that have none yet."""
     done = {each.task for each in found}
-    left, made = [task for task in tasks if _key(task) not in done], list[Record]()
+    left, made = [task for task in tasks if task.key not in done], list[Record]()
     if processes == 1:
         return [_noted(task.do(), file) for task in left]
     with get_context("forkserver").Pool(processes) as pool:
@@ -68,10 +68,6 @@ def _noted(record: Record, file: Path | None) -> Record:
     return record
 
 
-def _key(task: Task) -> tuple[str, str, str, int]:
-    return task.experiment, task.name, task.system, task.seed
-
-
 # ---------------------------------------------------------------------------------------------------- tables
 
 
@@ -82,7 +78,7 @@ def table(records: Sequence[Record]) -> Iterator[str]:
     for cell in dict.fromkeys((each.experiment, each.cell) for each in records):
         mine = [each for each in records if (each.experiment, each.cell) == cell]
         seeds = sorted({each.seed for each in mine})
-        yield f"\n{mine[0].experiment}: {mine[0].cell}; {len(seeds)} seeds: {mine[0].unit}"
+        yield f"\n{mine[0].experiment}: {mine[0].cell}; {len(seeds)} seeds, {mine[0].effort}: {mine[0].unit}"
         for system in dict.fromkeys(each.system for each in mine):
             values = [each.value for each in mine if each.system == system]
             yield f"  {system:<20} {fmean(values):7.3f} +- {half_interval(values):5.3f}   {_advantage(mine, system)}"

@@ -173,7 +173,7 @@ def test_a_run_goes_on_from_its_records(tmp_path: Path, capsys: pytest.CaptureFi
 def test_advantages_are_of_pairs() -> None:
     ours, theirs = (2.0, 4.0), (1.0, 4.0)
     records = [
-        Record("rate", "a cell", "load held", name, seed, values[seed])
+        Record("rate", "a cell", "load held", name, seed, values[seed], "few requests")
         for name, values in ((OURS, ours), (BASELINES[0], theirs))
         for seed in range(2)
     ]
@@ -185,7 +185,7 @@ def test_advantages_are_of_pairs() -> None:
 def test_every_experiment_has_tasks_and_reference_loads_are_means() -> None:
     every = wanted(list(SYSTEMS))
     records = [
-        Record(task.experiment, task.name, task.unit, task.system, task.seed, 1.0 + task.seed)
+        Record(task.experiment, task.name, task.unit, task.system, task.seed, 1.0 + task.seed, "few requests")
         for task in reference_tasks(every)
     ]
     found = references(records)
@@ -193,6 +193,5 @@ def test_every_experiment_has_tasks_and_reference_loads_are_means() -> None:
     for name, experiment in EXPERIMENTS.items():
         tasks = list(experiment(every, found))
         assert tasks, name
-        keys = [(task.experiment, task.name, task.system, task.seed) for task in tasks]
-        assert len(set(keys)) == len(keys), "no two tasks have one name"
+        assert len({task.key for task in tasks}) == len(tasks), "no two tasks have one name"
         assert all(task.experiment == name for task in tasks)

@@ -88,7 +88,8 @@ class Lego(SchedulingPolicy):
         orders = [
             order for ranks, placed in self._placed.items() for order in self._orders(residency, ranks, placed, now)
         ]
-        if not orders and (not self._admitted or demand.cache.models_in_use or demand.cache.wanted_models()):
+        has_requests = self._new or self._admitted
+        if not orders and (not has_requests or demand.cache.models_in_use or demand.cache.wanted_models()):
             return where_needed(demand, now)
         return Loads(tuple(orders), None, again=now)
 
