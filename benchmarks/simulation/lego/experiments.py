@@ -14,7 +14,7 @@ import msgspec
 from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.lego.arrivals import Arrivals
 from benchmarks.simulation.lego.measures import Cell, least_devices, least_slo_scale, most_cv, most_load, run
-from benchmarks.simulation.lego.numbers import Numbers
+from benchmarks.simulation.lego.numbers import ASSUMED, Numbers, varied
 from benchmarks.simulation.lego.serving import KNOWS_TRUE
 from benchmarks.simulation.lego.site import Site
 from benchmarks.simulation.lego.systems import FIXED
@@ -158,6 +158,17 @@ def memory(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
     yield from _sens(wanted, POISSON, "memory halved", "device_gigabytes", 0.5, "memory")
 
 
+def numbers(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
+    """Each assumed number halved and doubled."""
+    for name in ASSUMED:
+        for what, factor in (("halved", 0.5), ("doubled", 2.0)):
+            changed = wanted._replace(numbers=varied(wanted.numbers, name, factor))
+            for arrivals in (POISSON, BURSTY):
+                cell = _cell(changed, arrivals, 0.0)
+                title = _name(cell, f"{name.replace('_', ' ')} {what}")
+                yield from _tasks(changed, "numbers", title, "load held at 90 %", cell, most_load)
+
+
 def true(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
     """Durations that do not vary and are known."""
     cell = _cell(wanted, POISSON, 0.0)
@@ -255,7 +266,7 @@ def _mean_latency(cell: Cell, system: str, seed: int) -> float:
 EXPERIMENTS: Mapping[str, Experiment] = {
     each.__name__: each
     for each in (
-        *(rate, bursts, pooled, trace, loads, memory, true, strict, overload, broken, degrees, sharing),
+        *(rate, bursts, pooled, trace, loads, memory, numbers, true, strict, overload, broken, degrees, sharing),
         *(slo, cv, devices),
     )
 }
