@@ -11,9 +11,10 @@ from benchmarks.simulation.rank_memory import RankMemory
 from core.failure import Failure
 from core.graph.op import OPS
 from core.handles import LoadedComponent, ModelKey
-from core.messages.worker import Batch, Load, ModelFailed, ModelLoaded, StepPlan
+from core.messages.worker import Batch, Item, Load, ModelFailed, ModelLoaded, StepPlan
 from core.model_info import ModelInfo
 from core.scheduling.model_loads import LoadAnswer
+from core.scheduling.ops.controlnet import ControlStep
 from core.scheduling.requests.bindings import Bindings
 
 UNREADABLE = Failure("config", "a simulated file cannot be read")
@@ -61,8 +62,14 @@ class ModelRanks(Ranks):
         dropped = {key for load in part.loads for key in load.drop}
         for batch in part.batches:
             for item in batch.items:
-                keys = self._bindings.keys(item.model, OPS[batch.op].component).keys
-                self.memory.check_has(rank, keys, dropped)
+                self.memory.check_has(rank, self._keys_of(item, batch.op), dropped)
+
+    def _keys_of(self, item: Item, op: str) -> tuple[ModelKey, ...]:
+        """What an item computes with."""
+        if isinstance(item.work, ControlStep):
+            names = tuple(sorted({use.net for use in item.work.uses}))
+            return self._bindings.controlnets(item.model, names).keys
+        return self._bindings.keys(item.model, OPS[op].component).keys
 
     def dies(self, batch: Batch) -> bool:
         is_deadly = self._poison.is_in(batch)

@@ -111,6 +111,7 @@ def serve(site: Site, name: str, load: Load, *, forecast: str = "learnt", least:
     ranks = NotingRanks(site.num_ranks, infos, sizes, site.budget, Poison(), 0.0, Random(0))
     ranks.begun = set()
     cost = FrozenCosts() if is_true else CostModel()
+    policy, started = system.make(site, load)
     scheduler = OneSided(
         SchedulerConfig(
             max_num_seqs=4096,
@@ -122,7 +123,7 @@ def serve(site: Site, name: str, load: Load, *, forecast: str = "learnt", least:
         infos,
         site.num_ranks,
         cost=cost,
-        policy=system.make(site, load),
+        policy=policy,
         sizes=[LoadedComponent(key, nbytes) for key, nbytes in sizes.items()],
     )
     whole = register()
@@ -130,13 +131,7 @@ def serve(site: Site, name: str, load: Load, *, forecast: str = "learnt", least:
     site.teach(cost, system.unit)
     if isinstance(cost, FrozenCosts):
         cost.is_frozen = True
-    starts = {rank: site.started(system.unit, rank) for rank in range(site.num_ranks)}
-    if system.pools is not None:
-        keys = {each.name: site.keys(each, system.unit) for each in site.workflows}
-        for pool in system.pools(site, load) if len(system.pools(site, load)) > 1 else ():
-            own = tuple(dict.fromkeys(key for each in sorted(pool.models) for key in keys[each]))
-            starts |= dict.fromkeys(pool.ranks, own)
-    scheduler.learn((), [(rank, ranks.memory.start(rank, keys)) for rank, keys in starts.items()])
+    scheduler.learn((), [(rank, ranks.memory.start(rank, keys)) for rank, keys in started.items()])
     watch = _Watch(clock, site, workflows, [seconds for seconds, _ in arrivals], least)
     durations = WorkflowDurations(site.numbers, workflows, sizes, 0.0 if is_true else site.numbers.jitter, load.seed)
     engine = SimulatedEngine(clock, scheduler, durations, watch.note, ranks)

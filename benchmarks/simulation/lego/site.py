@@ -133,6 +133,11 @@ class Site:
                 left -= sum(sizes[key] for key in needed)
         return tuple(found)
 
+    def has_room(self, unit: Unit, keys: Sequence[ModelKey]) -> bool:
+        """Whether a device can have all of these at once."""
+        sizes = self.sizes(unit)
+        return sum(sizes[key] for key in keys) <= self.budget
+
     def _in_order(self, unit: Unit, rank: int) -> Iterator[tuple[ModelKey, ...]]:
         bases = list(dict.fromkeys(each.base for each in self.workflows))
         of_base = {base: [each for each in self.workflows if each.base == base] for base in bases}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from benchmarks.baselines.clusters import static
@@ -11,6 +12,7 @@ from benchmarks.simulation.compared import OURS, make
 from benchmarks.simulation.lego.arrivals import Arrivals
 from benchmarks.simulation.lego.site import Site, Unit
 from benchmarks.simulation.machine import IMAGE_TOKENS
+from core.handles import ModelKey
 from core.scheduling.policies.policy import SchedulingPolicy
 
 NUM_TRAINING = 1000
@@ -35,12 +37,28 @@ class Load(NamedTuple):
         return self._replace(seed=self.seed + 1 if self.arrivals.kind.startswith("trace") else self.seed + 1000)
 
 
-class System(NamedTuple):
-    """make: a new policy. pools: of whole workflows, for those that have several."""
+@dataclass(frozen=True)
+class System:
+    """What is scheduled, and how: by a policy, or where whole workflows are, in pools of ranks."""
 
     unit: Unit
-    make: Callable[[Site, Load], SchedulingPolicy]
+    policy: Callable[[Site], SchedulingPolicy] | None = None  # makes a new one
     pools: Callable[[Site, Load], list[Pool]] | None = None
+
+    def make(self, site: Site, load: Load) -> tuple[SchedulingPolicy, dict[int, tuple[ModelKey, ...]]]:
+        """A new policy, and what each rank has at first: where there are several pools, what its pool needs."""
+        started = {rank: site.started(self.unit, rank) for rank in range(site.num_ranks)}
+        if self.policy is not None:
+            return self.policy(site), started
+        assert self.pools is not None, "a system has a policy or pools"
+        pools = self.pools(site, load)
+        if len(pools) > 1:
+            keys = {each.name: site.keys(each, self.unit) for each in site.workflows}
+            for pool in pools:
+                own = tuple(dict.fromkeys(key for each in sorted(pool.models) for key in keys[each]))
+                if site.has_room(self.unit, own):
+                    started |= dict.fromkeys(pool.ranks, own)
+        return Monoliths(pools), started
 
 
 def _wholes(site: Site, load: Load) -> dict[str, Whole]:
@@ -73,25 +91,21 @@ def _one_pool(site: Site, load: Load) -> list[Pool]:
     return [Pool(frozenset(each.name for each in site.workflows), tuple(range(site.num_ranks)))]
 
 
-def _of_pools(unit: Unit, pools: Callable[[Site, Load], list[Pool]]) -> System:
-    return System(unit, lambda site, load: Monoliths(pools(site, load)), pools)
-
-
 SYSTEMS: dict[str, System] = {
-    "Diffusers": _of_pools("workflow", _equal),
-    "Diffusers, planned": _of_pools("workflow", _planned),
-    "Diffusers-C": _of_pools("workflow", _one_pool),
-    "Diffusers-S": _of_pools("workflow", _shepherd),
-    "pooled": _of_pools("workflow, shared", _one_pool),
-    "lego": System("node", lambda site, load: make("lego")),
-    OURS: System("node", lambda site, load: make(OURS)),
+    "Diffusers": System("workflow", pools=_equal),
+    "Diffusers, planned": System("workflow", pools=_planned),
+    "Diffusers-C": System("workflow", pools=_one_pool),
+    "Diffusers-S": System("workflow", pools=_shepherd),
+    "pooled": System("workflow, shared", pools=_one_pool),
+    "lego": System("node", lambda site: make("lego")),
+    OURS: System("node", lambda site: make(OURS)),
 }
 """By name. pooled: a control that is in no paper: whole workflows on any rank, whose ranks share components."""
 
 FIXED: dict[str, System] = {
     f"degree {degree}": System(
         "node",
-        lambda site, load, degree=degree: static(site.num_ranks, degree, [IMAGE_TOKENS], decouples=True),  # type: ignore[misc]
+        lambda site, degree=degree: static(site.num_ranks, degree, [IMAGE_TOKENS], decouples=True),  # type: ignore[misc]
     )
     for degree in (1, 2)
 }

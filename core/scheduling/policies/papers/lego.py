@@ -291,9 +291,10 @@ def least_recent(
 ) -> list[ModelKey] | None:
     """What makes room for a load, used least recently first; None: too much is being loaded there."""
     present = residency.present(ranks)
-    idle = sorted(present - residency.awaited(ranks) - {*keep}, key=residency.last_use)
+    idle = present - residency.awaited(ranks) - {*keep}
+    idle_first = sorted(idle, key=lambda key: (residency.last_use(key), key.component, key.content))
     drop = list[ModelKey]()
-    for key in idle:
+    for key in idle_first:
         if residency.excess(load, present - {*drop}) <= 0:
             break
         drop.append(key)
