@@ -248,10 +248,10 @@ class Lego(SchedulingPolicy):
         heapify(ends)
         for other in self._admitted.values():
             heapreplace(ends, ends[0] + view.work_left(other).alone)
-        work, speeds = view.work_left(request), self._speeds.of(view, request)
-        seconds, degree = work.alone, speeds.useful
+        speeds, seconds = self._speeds.of(view, request), view.work_left(request).alone
+        degree = speeds.useful
         if degree > 1 and degree * (len(self._admitted) + 1) <= len(view.ranks):
-            seconds -= work.steps * (speeds.seconds[1] - speeds.seconds[degree])
+            seconds -= request.progress.steps_left * (speeds.seconds[1] - speeds.seconds[degree])
         return ends[0] + seconds
 
 

@@ -168,6 +168,16 @@ def test_a_request_is_rejected_that_would_be_late_after_those_before_it() -> Non
     assert [(each.request_id, each.failure.kind) for each in rejected] == [("2", "overloaded")]
 
 
+@pytest.mark.parametrize(("slo_scale", "is_admitted"), [(0.7, True), (0.6, False)])
+def test_a_lone_request_is_admitted_if_as_many_ranks_as_are_useful_are_fast_enough(
+    slo_scale: float, is_admitted: bool
+) -> None:
+    """Of 4.0 s on one rank, the 3.0 s of steps take 1.6 s on two."""
+    rig = Rig(site(4, slo_scale=slo_scale))
+    rig.serve((0.0, Workflow("sd3", 1)))
+    assert rig.finished == ({"0"} if is_admitted else set())
+
+
 NUMBERS_BUDGET = sum(Site(NUMBERS, "S5", 1).sizes("node")[key] for key in keys(SD35))
 """Bytes for one of the larger base models with all that it needs."""
 
