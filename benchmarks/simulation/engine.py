@@ -103,7 +103,7 @@ class SimulatedEngine:
         self._durations = durations
         self._note = note
         self._ranks = ranks or Ranks()
-        self._num_steps = 0
+        self._num_steps = 0  # so far
         self.has_given_up = False  # because a rank kept dying; every later request fails at once
         self._lives = [0] * scheduler.num_workers  # per rank: its deaths so far
         self._restarts = [Restarts() for _ in range(scheduler.num_workers)]  # per rank
@@ -139,7 +139,7 @@ class SimulatedEngine:
         """Step again when the policy has asked for it, unless another step comes first."""
         self._num_steps += 1
         due, number = self.scheduler.next_pass, self._num_steps
-        if due < inf:
+        if due < inf and not self.has_given_up:
             self._clock.at(max(due, self._clock.now), lambda: self.step() if number == self._num_steps else None)
 
     def _batch_seconds(self, batch: Batch) -> float:
