@@ -88,6 +88,13 @@ def test_what_a_device_has_at_first_fits() -> None:
     assert denoisers == [{ModelKey("flux-s", "transformer")}, {ModelKey("flux-d", "transformer")}]
 
 
+def test_whole_workflows_are_swapped_where_shared_components_all_fit() -> None:
+    alone, shared = (run(cell(0.5, setting="S6"), system, seed=0) for system in ("Diffusers-C", "pooled"))
+    assert alone.num_loads > 5
+    assert shared.num_loads == 0
+    assert shared.in_time > alone.in_time
+
+
 # ------------------------------------------------------------------------------------------------ arrivals
 
 
