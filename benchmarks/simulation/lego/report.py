@@ -35,12 +35,13 @@ def compare(names: Sequence[str], wanted: Wanted, processes: int, file: Path | N
     found = list(_read(file))
     known: dict[str, float] = {}
     if any(name in NEED_REFERENCES for name in names):
-        found += _do(reference_tasks(wanted), found, processes, file)
-        known = references(found)
+        tasks = list(reference_tasks(wanted))
+        found += _do(tasks, found, processes, file)
+        known = references(_of(tasks, found))
     for name in names:
         tasks = list(EXPERIMENTS[name](wanted, known))
         found += _do(tasks, found, processes, file)
-        for line in table([each for each in found if each.task in {task.key for task in tasks}]):
+        for line in table(_of(tasks, found)):
             print(line, flush=True)
     return found
 
@@ -49,6 +50,12 @@ def _read(file: Path | None) -> Iterator[Record]:
     if file is not None and file.exists():
         for line in file.read_text().splitlines():
             yield msgspec.json.decode(line, type=Record)
+
+
+def _of(tasks: Iterable[Task], found: Iterable[Record]) -> list[Record]:
+    """The records of these tasks."""
+    keys = {task.key for task in tasks}
+    return [each for each in found if each.task in keys]
 
 
 def _do(tasks: Iterable[Task], found: Sequence[Record], processes: int, file: Path | None) -> list[Record]:
