@@ -16,7 +16,6 @@ from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.lego.arrivals import Arrivals
 from benchmarks.simulation.lego.measures import Cell, least_devices, least_slo_scale, most_cv, most_load, run
 from benchmarks.simulation.lego.numbers import ASSUMED, Numbers, varied
-from benchmarks.simulation.lego.serving import KNOWS_TRUE
 from benchmarks.simulation.lego.site import Site
 from benchmarks.simulation.lego.systems import FIXED
 
@@ -179,7 +178,7 @@ def numbers(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
 def true(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
     """Durations that do not vary and are known."""
     cell = _cell(wanted, POISSON, 0.0)
-    measure = partial(most_load, forecast=KNOWS_TRUE)
+    measure = partial(most_load, forecast="true")
     yield from _tasks(wanted, "true", _name(cell, "true seconds known"), "load held at 90 %", cell, measure)
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from math import sqrt
 
 from benchmarks.simulation.lego.arrivals import Arrivals
-from benchmarks.simulation.lego.serving import Served, serve
+from benchmarks.simulation.lego.serving import Forecast, Served, serve
 from benchmarks.simulation.lego.site import Site
-from benchmarks.simulation.lego.systems import Load
+from benchmarks.simulation.lego.systems import Offered
 
 TARGET = 0.9
 """Attainment: the share of requests that are in time."""
@@ -37,40 +37,40 @@ class Cell:
         return self.load * devices / self.site.mean_seconds(self.arrivals.shares(len(self.site.workflows)))
 
 
-def run(cell: Cell, system: str, seed: int, forecast: str = "learnt", least: float = 0.0) -> Served:
-    load = Load(cell.arrivals, cell.rate, cell.number, seed)
-    return serve(cell.site, system, load, forecast=forecast, least=least)
+def run(cell: Cell, system: str, seed: int, forecast: Forecast = "learnt", least: float = 0.0) -> Served:
+    offered = Offered(cell.arrivals, cell.rate, cell.number, seed)
+    return serve(cell.site, system, offered, forecast=forecast, least=least)
 
 
-def holds(cell: Cell, system: str, seed: int, forecast: str = "learnt") -> bool:
+def holds(cell: Cell, system: str, seed: int, forecast: Forecast = "learnt") -> bool:
     """Whether TARGET is reached."""
     return run(cell, system, seed, forecast, least=TARGET).in_time >= TARGET
 
 
-def most_load(cell: Cell, system: str, seed: int, forecast: str = "learnt") -> float:
+def most_load(cell: Cell, system: str, seed: int, forecast: Forecast = "learnt") -> float:
     """The highest load that is held; 0: less than 0.05."""
-    return _edge(lambda load: holds(replace(cell, load=load), system, seed, forecast), 0.85, 0.05, 2.2)
+    return edge(lambda load: holds(replace(cell, load=load), system, seed, forecast), 0.85, 0.05, 2.2)
 
 
-def most_cv(cell: Cell, system: str, seed: int, forecast: str = "learnt") -> float:
+def most_cv(cell: Cell, system: str, seed: int, forecast: Forecast = "learnt") -> float:
     """The highest coefficient of variation that is held; 0: less than 0.5."""
 
     def is_held(cv: float) -> bool:
         return holds(replace(cell, arrivals=cell.arrivals._replace(cv=cv)), system, seed, forecast)
 
-    return _edge(is_held, 4.0, 0.5, 32.0)
+    return edge(is_held, 4.0, 0.5, 32.0)
 
 
-def least_slo_scale(cell: Cell, system: str, seed: int, forecast: str = "learnt") -> float:
+def least_slo_scale(cell: Cell, system: str, seed: int, forecast: Forecast = "learnt") -> float:
     """The lowest scale of the objectives with which the load is held; 1 / 0.02 = 50: none below."""
 
     def is_held(tightness: float) -> bool:
         return holds(replace(cell, site=replace(cell.site, slo_scale=1 / tightness)), system, seed, forecast)
 
-    return 1 / (_edge(is_held, 0.5, 0.02, 1.0) or 0.02)
+    return 1 / (edge(is_held, 0.5, 0.02, 1.0) or 0.02)
 
 
-def least_devices(cell: Cell, system: str, seed: int, forecast: str = "learnt") -> int:
+def least_devices(cell: Cell, system: str, seed: int, forecast: Forecast = "learnt") -> int:
     """The fewest devices that hold the load offered to `num_offered`; 64: more than 63."""
 
     def is_held(number: int) -> bool:
@@ -87,7 +87,7 @@ def least_devices(cell: Cell, system: str, seed: int, forecast: str = "learnt") 
     return high
 
 
-def _edge(is_held: Callable[[float], bool], start: float, lowest: float, highest: float) -> float:
+def edge(is_held: Callable[[float], bool], start: float, lowest: float, highest: float) -> float:
     """The highest value that is held, where lower ones are held, too, up to NEAR; 0: not even the lowest is."""
     value, factor = start, 1.25
     if is_held(value):

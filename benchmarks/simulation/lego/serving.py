@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from random import Random
+from typing import Literal
 
 from benchmarks.simulation.clock import Clock
 from benchmarks.simulation.durations import Durations
 from benchmarks.simulation.engine import SimulatedEngine
 from benchmarks.simulation.lego.numbers import Numbers, Workflow
 from benchmarks.simulation.lego.site import Site, op_seconds, register
-from benchmarks.simulation.lego.systems import FIXED, SYSTEMS, Load
+from benchmarks.simulation.lego.systems import FIXED, SYSTEMS, Offered
 from benchmarks.simulation.machine import FrozenCosts
 from benchmarks.simulation.model_machine import BESIDE_A_LOAD
 from benchmarks.simulation.model_ranks import ModelRanks, Poison
@@ -36,8 +37,8 @@ EDGE = 0.1
 after.
 """
 
-KNOWS_TRUE = "true"
-"""Kind of forecast, see `serve`."""
+Forecast = Literal["learnt", "true"]
+"""See `serve`."""
 
 
 class OneSided(StepScheduler):
@@ -101,17 +102,17 @@ class Served:
     is_whole: bool  # whether it was run to the end, see `least` of `serve`
 
 
-def serve(site: Site, name: str, load: Load, *, forecast: str = "learnt", least: float = 0.0) -> Served:
+def serve(site: Site, name: str, offered: Offered, *, forecast: Forecast = "learnt", least: float = 0.0) -> Served:
     """name: of a system of SYSTEMS or FIXED. forecast: learnt: of durations that vary, from batches; true: they do not
     vary, and are known. least: the run stops when it is certain that fewer are in time.
     """
-    system, clock, is_true = (SYSTEMS | FIXED)[name], Clock(), forecast == KNOWS_TRUE
-    infos, sizes, arrivals = site.infos(system.unit), site.sizes(system.unit), load.draw(site)
+    system, clock, is_true = (SYSTEMS | FIXED)[name], Clock(), forecast == "true"
+    infos, sizes, arrivals = site.infos(system.unit), site.sizes(system.unit), offered.draw(site)
     workflows = {str(index): site.workflows[place] for index, (_, place) in enumerate(arrivals)}
     ranks = NotingRanks(site.num_ranks, infos, sizes, site.budget, Poison(), 0.0, Random(0))
     ranks.begun = set()
     cost = FrozenCosts() if is_true else CostModel()
-    policy, started = system.make(site, load)
+    policy, started = system.make(site, offered)
     scheduler = OneSided(
         SchedulerConfig(
             max_num_seqs=4096,
@@ -133,7 +134,7 @@ def serve(site: Site, name: str, load: Load, *, forecast: str = "learnt", least:
         cost.is_frozen = True
     scheduler.learn((), [(rank, ranks.memory.start(rank, keys)) for rank, keys in started.items()])
     watch = _Watch(clock, site, workflows, [seconds for seconds, _ in arrivals], least)
-    durations = WorkflowDurations(site.numbers, workflows, sizes, 0.0 if is_true else site.numbers.jitter, load.seed)
+    durations = WorkflowDurations(site.numbers, workflows, sizes, 0.0 if is_true else site.numbers.jitter, offered.seed)
     engine = SimulatedEngine(clock, scheduler, durations, watch.note, ranks)
     for index, (seconds, place) in enumerate(arrivals):
         request = site.request(index, seconds, site.workflows[place], system.unit)

@@ -19,8 +19,8 @@ NUM_TRAINING = 1000
 """Requests of another seed, with which pools are planned."""
 
 
-class Load(NamedTuple):
-    """rate: requests per second."""
+class Offered(NamedTuple):
+    """Requests that a site is to serve. rate: per second."""
 
     arrivals: Arrivals
     rate: float
@@ -32,7 +32,7 @@ class Load(NamedTuple):
         return self.arrivals.draw(self.rate, self.number, len(site.workflows), self.seed)
 
     @property
-    def training(self) -> Load:
+    def training(self) -> Offered:
         """Requests of the same kind that planners may see before."""
         return self._replace(seed=self.seed + 1 if self.arrivals.kind.startswith("trace") else self.seed + 1000)
 
@@ -43,15 +43,15 @@ class System:
 
     unit: Unit
     policy: Callable[[Site], SchedulingPolicy] | None = None  # makes a new one
-    pools: Callable[[Site, Load], list[Pool]] | None = None
+    pools: Callable[[Site, Offered], list[Pool]] | None = None
 
-    def make(self, site: Site, load: Load) -> tuple[SchedulingPolicy, dict[int, tuple[ModelKey, ...]]]:
+    def make(self, site: Site, offered: Offered) -> tuple[SchedulingPolicy, dict[int, tuple[ModelKey, ...]]]:
         """A new policy, and what each rank has at first: where there are several pools, what its pool needs."""
         started = {rank: site.started(self.unit, rank) for rank in range(site.num_ranks)}
         if self.policy is not None:
             return self.policy(site), started
         assert self.pools is not None, "a system has a policy or pools"
-        pools = self.pools(site, load)
+        pools = self.pools(site, offered)
         if len(pools) > 1:
             keys = {each.name: site.keys(each, self.unit) for each in site.workflows}
             for pool in pools:
@@ -61,33 +61,33 @@ class System:
         return Monoliths(pools), started
 
 
-def _wholes(site: Site, load: Load) -> dict[str, Whole]:
-    shares, sizes = load.arrivals.shares(len(site.workflows)), site.sizes("workflow")
+def _wholes(site: Site, offered: Offered) -> dict[str, Whole]:
+    shares, sizes = offered.arrivals.shares(len(site.workflows)), site.sizes("workflow")
     return {
         each.name: Whole(sizes[site.keys(each, "workflow")[0]], site.numbers.alone_seconds(each), share)
         for each, share in zip(site.workflows, shares, strict=True)
     }
 
 
-def _equal(site: Site, load: Load) -> list[Pool]:
-    return equal_pools(_wholes(site, load), site.num_ranks)
+def _equal(site: Site, offered: Offered) -> list[Pool]:
+    return equal_pools(_wholes(site, offered), site.num_ranks)
 
 
-def _planned(site: Site, load: Load) -> list[Pool]:
-    return _pools(site, load, [(each.name,) for each in site.workflows])
+def _planned(site: Site, offered: Offered) -> list[Pool]:
+    return _pools(site, offered, [(each.name,) for each in site.workflows])
 
 
-def _shepherd(site: Site, load: Load) -> list[Pool]:
-    return _pools(site, load, groups_that_fit(_wholes(site, load), site.budget))
+def _shepherd(site: Site, offered: Offered) -> list[Pool]:
+    return _pools(site, offered, groups_that_fit(_wholes(site, offered), site.budget))
 
 
-def _pools(site: Site, load: Load, groups: Sequence[tuple[str, ...]]) -> list[Pool]:
+def _pools(site: Site, offered: Offered, groups: Sequence[tuple[str, ...]]) -> list[Pool]:
     names = [each.name for each in site.workflows]
-    training = [(seconds, names[index]) for seconds, index in load.training._replace(number=NUM_TRAINING).draw(site)]
-    return planned_pools(groups, _wholes(site, load), site.num_ranks, site.slo_scale, training)
+    training = [(seconds, names[index]) for seconds, index in offered.training._replace(number=NUM_TRAINING).draw(site)]
+    return planned_pools(groups, _wholes(site, offered), site.num_ranks, site.slo_scale, training)
 
 
-def _one_pool(site: Site, load: Load) -> list[Pool]:
+def _one_pool(site: Site, offered: Offered) -> list[Pool]:
     return [Pool(frozenset(each.name for each in site.workflows), tuple(range(site.num_ranks)))]
 
 

@@ -16,12 +16,12 @@ from benchmarks.baselines.monoliths import Whole, equal_pools, groups_that_fit, 
 from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.lego.arrivals import Arrivals, Kind
 from benchmarks.simulation.lego.experiments import EXPERIMENTS, Record, Wanted, reference_tasks, references
-from benchmarks.simulation.lego.measures import TARGET, Cell, _edge, least_devices, run
+from benchmarks.simulation.lego.measures import TARGET, Cell, edge, least_devices, run
 from benchmarks.simulation.lego.numbers import ASSUMED, Numbers, varied
 from benchmarks.simulation.lego.report import compare, table
-from benchmarks.simulation.lego.serving import KNOWS_TRUE, serve
+from benchmarks.simulation.lego.serving import serve
 from benchmarks.simulation.lego.site import Site
-from benchmarks.simulation.lego.systems import BASELINES, FIXED, SYSTEMS, Load
+from benchmarks.simulation.lego.systems import BASELINES, FIXED, SYSTEMS, Offered
 from core.handles import ModelKey
 
 NUMBERS = msgspec.structs.replace(Numbers.read(), most_rounds=2)
@@ -56,7 +56,7 @@ def test_what_is_admitted_is_mostly_in_time_where_too_much_is_asked_for(system: 
 def test_a_lone_request_takes_as_long_as_the_numbers_say(system: str, degree: int) -> None:
     """A whole workflow has no overhead by node, and one device."""
     lone = Site(NUMBERS, "S1", 2, inf)
-    served = serve(lone, system, Load(POISSON, 0.001, 12, 0), forecast=KNOWS_TRUE)
+    served = serve(lone, system, Offered(POISSON, 0.001, 12, 0), forecast="true")
     base = lone.workflows[0].base
     saved = NUMBERS.solo_seconds[base] * (1 - 1 / NUMBERS.speed_of_two) if degree == 2 else 0.0
     overhead = 0.0 if system in ("Diffusers-C", "pooled") else (NUMBERS.steps[base] + 4) * NUMBERS.node_seconds
@@ -142,14 +142,14 @@ def test_a_planner_serves_more_than_equal_shares_and_groups_fit() -> None:
 # ------------------------------------------------------------------------------------------------ measures
 
 
-@pytest.mark.parametrize("edge", [0.06, 0.3, 0.9, 1.7])
-def test_the_edge_of_what_is_held_is_found(edge: float) -> None:
-    assert _edge(lambda value: value <= edge, 0.85, 0.05, 2.2) == pytest.approx(edge, rel=0.03)
+@pytest.mark.parametrize("most", [0.06, 0.3, 0.9, 1.7])
+def test_the_edge_of_what_is_held_is_found(most: float) -> None:
+    assert edge(lambda value: value <= most, 0.85, 0.05, 2.2) == pytest.approx(most, rel=0.03)
 
 
 def test_the_edge_is_within_bounds() -> None:
-    assert _edge(lambda value: True, 0.85, 0.05, 2.2) == 2.2
-    assert _edge(lambda value: False, 0.85, 0.05, 2.2) == 0.0
+    assert edge(lambda value: True, 0.85, 0.05, 2.2) == 2.2
+    assert edge(lambda value: False, 0.85, 0.05, 2.2) == 0.0
 
 
 def test_fewer_devices_hold_less() -> None:
