@@ -218,7 +218,7 @@ class Default(SchedulingPolicy):
         prediction = self._prediction(view, request)
         if len(prediction.seconds) == 1:
             return work.alone
-        return work.before + work.steps * prediction.least_step + work.after
+        return work.before + request.progress.steps_left * prediction.least_step + work.after
 
     def _given_up(self) -> list[GiveUp]:
         """The plan's decisions that give up requests, without those whose requests have ended since."""
