@@ -287,6 +287,21 @@ def test_a_step_whose_controlnets_take_long_is_not_shared_while_others_wait() ->
     assert [efficient_degree(seconds) for seconds in (0.0001, 0.03)] == [2, 1]
 
 
+def test_rounds_of_controlnets_do_not_count_as_steps_of_the_base() -> None:
+    """Else one that can be done within its timeout would be given up: four steps of 30 and 5 ms on both ranks."""
+    rig = Rig(num_ranks=2)
+    rig.seconds = {"controlnet": 0.005, "denoise": 0.06}
+    rig.scheduler.learn(
+        CostSample("m", "transformer", "denoise", Work.of([280] * number), 0.06 * number / degree, True, degree)
+        for degree in (1, 2)
+        for number in (1, 2)
+    )
+    of_four_steps(rig, "a")
+    rig.scheduler.add(msgspec.structs.replace(controlled(make_edit("b", steps=4), EDGES), deadline=0.2))
+    rig.run()
+    assert [type(each) for each in rig.outputs] == [Finished] * 2
+
+
 def test_a_controlnet_beside_needs_no_room_in_the_arena() -> None:
     """What it reads goes from rank to rank."""
     rig = Rig(num_ranks=2)

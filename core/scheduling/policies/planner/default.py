@@ -14,6 +14,7 @@ from core.handles import RankIds
 from core.messages.worker import Batch, BatchResult
 from core.scheduling.dispatch import Decision, Dispatch, GiveUp
 from core.scheduling.policies.planner.groups import Groups, Prediction, Predictions
+from core.scheduling.policies.planner.headroom import Headroom
 from core.scheduling.policies.planner.lane_pass import LanePass
 from core.scheduling.policies.planner.plan import Plan, Planner, has_steps
 from core.scheduling.policies.planner.repeated_steps import RepeatedSteps, WholePass
@@ -41,6 +42,8 @@ class Default(SchedulingPolicy):
         self._homes = StepHomes()
         self._repeated = RepeatedSteps()
         self._plan = Plan()
+        self._headroom = Headroom()
+        self._tried: set[str] = set()  # ids of late requests that were served nevertheless
         self._seen: tuple[RankIds, int] = (), 0  # the live ranks when the plan was made, and what they had
         self._apart: frozenset[str] = frozenset()  # ids of the large requests in the plan
         self._costs: dict[str, StepCost] = {}  # of the steps of the others, by id
@@ -61,6 +64,8 @@ class Default(SchedulingPolicy):
     def on_end(self, request_id: str) -> None:
         if all(request_id != each.request.id for each in self._plan.given_up):  # the plan has no place for those
             self._is_slot_left = self._has_room = True
+        self._headroom.note_end()
+        self._tried.discard(request_id)
         self._costs.pop(request_id, None)
         if self._apart and self._costs and not self._groups.has_small:
             self._is_wanted = True  # small requests that had no slot when the large ones lined up have no ranks
@@ -188,6 +193,11 @@ class Default(SchedulingPolicy):
         lanes = self._groups.lanes if self._apart else self._all_lanes(view)
         lanes = tuple(rank for rank in lanes if rank in view.ranks) or view.ranks[:1]
         self._plan = self._planned(view, requests, lanes, now)
+        for each in self._plan.given_up:
+            if each.request.status is Status.RUNNING and each.request.id not in self._tried:
+                self._headroom.note_wasted()
+        if self._plan.tried is not None:
+            self._tried.add(self._plan.tried.id)
         ended = {each.request.id for each in self._plan.given_up}
         if self._apart:
             self._groups.line_up(view, [each for each in requests if each.id not in ended], small, now)
@@ -200,6 +210,7 @@ class Default(SchedulingPolicy):
             lanes,
             self._costs,
             lambda request, work: self._alone(view, request, work),
+            self._headroom.value,
         ).plan(requests)
 
     def _alone(self, view: View, request: Request, work: WorkLeft) -> float:
@@ -207,7 +218,7 @@ class Default(SchedulingPolicy):
         prediction = self._prediction(view, request)
         if len(prediction.seconds) == 1:
             return work.alone
-        return work.before + work.steps * prediction.least_step + work.after
+        return work.before + request.progress.steps_left * prediction.least_step + work.after
 
     def _given_up(self) -> list[GiveUp]:
         """The plan's decisions that give up requests, without those whose requests have ended since."""

@@ -44,7 +44,8 @@ LANE = "/"
 class Prediction:
     """What is predicted of one request."""
 
-    seconds: Mapping[int, float]  # degree -> seconds of a step
+    seconds: Mapping[int, float]  # degree -> seconds of a step, without its ControlNets
+    least_step: float  # seconds of a step with its ControlNets, at the best degree
     efficient: int  # the largest degree that is EFFICIENT
     lossless: int  # the largest degree that is LOSSLESS
     is_small: bool  # it shares steps with others on one rank
@@ -61,11 +62,6 @@ class Prediction:
         """The sort key of a request, lowest first, in seconds; see OVERTAKEN. steps: its remaining steps."""
         work = self.other_seconds(request) + steps * self.seconds[1]
         return request.head.arrival + OVERTAKEN * work / num_ranks
-
-    @property
-    def least_step(self) -> float:
-        """Seconds of a step at the best degree."""
-        return min(self.seconds.values())
 
 
 class Predictions:
@@ -103,6 +99,7 @@ class Predictions:
             efficient, lossless = (_degree(whole, share) for share in (EFFICIENT, LOSSLESS))
             found = Prediction(
                 speeds.seconds,
+                min(whole.values()),
                 efficient,
                 lossless,
                 _is_small(view, request, speeds),
