@@ -155,15 +155,12 @@ class Fleet:
 
     def _slots_of_kind(self, kind: Kind) -> EngineSlots:
         self.settle()
-        known = self._known.get(kind)
-        if known is None:
+        if kind not in self._known:
             if len(self._known) > MAX_KINDS:
                 self._known = {ANY: self._known[ANY]}
             every = range(self.num_engines)
-            known = self._known[kind] = _KnownSlots.empty(self.max_num_seqs, self.num_engines, every)
-        while known.stale:
-            self._set_column(known, kind, known.stale.pop())
-        return known.slots
+            self._known[kind] = _KnownSlots.empty(self.max_num_seqs, self.num_engines, every)
+        return self._refresh(kind)
 
     # ------------------------------------------------------------------------------------------------- events
 
@@ -197,6 +194,7 @@ class Fleet:
         """Compute the slots of the engines that have reported since the last time; reading them does it too."""
         while self._stale:
             self._settle_engine(self._stale.pop())
+        self._refresh(ANY)
 
     def sent(self, engine: int, shape: RequestShape, now: float) -> None:
         """Note what was just sent to an engine; it counts until the engine's own report includes it."""
@@ -451,7 +449,10 @@ class Fleet:
         for known in self._known.values():
             known.stale.add(engine)
 
-    def _set_column(self, known: _KnownSlots, kind: Kind, engine: int) -> None:
-        needed, degree = kind
-        lanes = self._lanes[engine]
-        known.set(engine, lanes.next_lane(self._models.ranks_with(needed, engine), degree), lanes.base_seconds)
+    def _refresh(self, kind: Kind) -> EngineSlots:
+        """Compute the slots of the engines whose lanes have changed."""
+        (needed, degree), known = kind, self._known[kind]
+        while known.stale:
+            lanes = self._lanes[engine := known.stale.pop()]
+            known.set(engine, lanes.next_lane(self._models.ranks_with(needed, engine), degree), lanes.base_seconds)
+        return known.slots
