@@ -91,8 +91,9 @@ class Default(SchedulingPolicy):
             self._make_plan(view, now)
             decisions = self._over_all(view, now)
         given = (item for each in decisions if isinstance(each, Dispatch) for item in each.items)
-        if any(request.progress.steps_left == 1 for request, _ in given):
+        if last := [request.id for request, _ in given if request.progress.steps_left == 1]:
             self._is_slot_left = True
+            self._has_room |= not self._apart.isdisjoint(last)  # which have no lane whose next request follows
             self._repeated.forget()  # another request may begin
         return [*self._given_up(), *decisions]
 
@@ -156,7 +157,7 @@ class Default(SchedulingPolicy):
         if self._is_slot_left:
             self._is_slot_left = False
             self._has_room |= not plan.refill_slots()
-        if not self._has_room and plan.served:
+        if not self._has_room and (plan.served or not self._costs):
             return False
         self._has_room = False
         served = {request.id for request in plan.served}
