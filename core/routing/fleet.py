@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.costs.load_report import LoadReport, RequestLoad
-from core.costs.step_profiles import useful_degree
+from core.costs.useful_degree import useful_degree
 from core.handles import RankIds
 from core.routing.engine_lanes import EngineLanes, Lane
 from core.routing.engine_queue import EngineQueue

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from core.costs.cost_model import CostKey, CostModel, extra_seconds
 from core.costs.load_report import RequestLoad
 from core.costs.profile import profile_of
-from core.costs.step_profiles import useful_degree
+from core.costs.useful_degree import useful_degree
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
@@ -121,8 +121,6 @@ class Predictor:
         for key, measured in profiled.items():
             if (profile := profile_of(measured)) is not None:
                 self.cost.add_profile(key, profile)
-            for work, seconds in measured:
-                self.cost.add_step(key, work, seconds)
 
     # ------------------------------------------------------------------------------------------------- remaining work
 

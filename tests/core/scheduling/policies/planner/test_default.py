@@ -22,7 +22,7 @@ from benchmarks.simulation.engine import Ranks, SimulatedEngine
 from benchmarks.simulation.machine import FrozenCosts
 from benchmarks.simulation.ranks import BatchEnded, RankClocks
 from core.config import CacheConfig, SchedulerConfig, SchedulingPolicyName
-from core.costs.step_profiles import useful_degree
+from core.costs.useful_degree import useful_degree
 from core.failure import Failure
 from core.graph.work import Work
 from core.messages.engine import EngineRequest, Finished
