@@ -82,8 +82,7 @@ class Default(SchedulingPolicy):
         is_new = self._needs_plan(view)
         if is_new:
             self._make_plan(view, now)
-        is_whole = is_new or (bool(self._apart) and self._groups.awaits_overdue(view))
-        again = None if is_whole else self._repeated.next(view, self._plan, self._apart, self._moving)
+        again = None if is_new else self._repeated.next(view, self._plan, self._apart, self._moving)
         if again is None and not is_new and self._is_stale(view):
             self._make_plan(view, now)
         decisions: Sequence[Decision] = self._over_all(view, now) if again is None else again
