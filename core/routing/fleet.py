@@ -326,6 +326,7 @@ class Fleet:
         staying = [loads[index] for index in indices if index < len(loads)]
         self.held_seconds[engine] = sum(load.step_seconds for load in staying)
         self._lanes[engine] = self._lanes_with(engine, reported, staying)
+        self._note_moved(engine)
         pending = [(sent.load, sent.time) for sent in self._pending[engine] if sent.load is not None]
         for index in indices:
             if index >= len(loads):

@@ -149,6 +149,7 @@ class FleetCosts:
     def forget(self, name: str) -> None:
         """Forget the coefficients of a model or a class."""
         self._columns.pop(name, None)
+        self._joint.pop(name, None)
 
     def _costs_of(self, size: Size) -> SizeCosts:
         model, image_tokens, beside, encodings, entry_bytes = size

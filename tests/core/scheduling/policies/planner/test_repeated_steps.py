@@ -134,3 +134,23 @@ def test_a_request_does_not_wait_for_a_plan_while_a_rank_is_free() -> None:
             assert site.workers.queues[rank]
         site.schedule()
         assert site.scheduler._requests[newcomer].ranks == {rank}
+
+
+def test_steps_are_repeated_where_all_requests_are_large() -> None:
+    """Each has a rank, and the third one begins when the first has made its last step."""
+    policy = Default()
+    site = Site(Random(0), 2, policy, max_plans_in_flight=1, max_num_seqs=2)
+    for rows in (1, 2):
+        work = Work.of([1048] * rows)
+        site.scheduler.learn([CostSample("m", "transformer", "denoise", work, 4.0 * rows, is_profile=True)])
+    for name, number in (("first", 20), ("second", 60), ("third", 60)):
+        site.scheduler.add(make_edit(name, steps=number, num_tokens=1024))
+    with compared(policy) as were_repeated:
+        run_until(site, lambda: site.workers.steps_done("first") >= 3)
+        assert policy._apart == {"first", "second", "third"}
+        were_repeated.clear()
+        run_until(site, lambda: site.workers.steps_done("first") >= 15)
+        assert sum(were_repeated) > 0.8 * len(were_repeated) > 8
+        run_until(site, lambda: site.workers.steps_done("third") >= 1)
+        assert site.workers.steps_done("second") < 60
+    site.finish()
