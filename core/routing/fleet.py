@@ -60,12 +60,12 @@ class EngineSlots(NamedTuple):
     seconds: Vector  # seconds that the request in each slot adds to a step, shape [slots, engines]
 
 
-Kind = tuple[tuple[Weights, ...], int]
+LaneKind = tuple[tuple[Weights, ...], int]
 """What decides the lanes of a request: the weights that it needs, if some lanes of an engine lack them, and the number
 of lanes that it is in."""
 
 
-ANY: Kind = (), 1
+ANY: LaneKind = (), 1
 """Of a request that may have any one lane."""
 
 
@@ -127,7 +127,7 @@ class Fleet:
         self._ranks: list[RankIds] = [(0,)] * num_engines  # of each engine's lanes
         self._num_lanes = np.ones(num_engines, dtype=np.int64)
         self._lanes = [EngineLanes((0,), max_num_seqs, 0.0) for _ in range(num_engines)]
-        self._known: dict[Kind, _KnownSlots] = {ANY: _KnownSlots.empty(max_num_seqs, num_engines)}
+        self._known: dict[LaneKind, _KnownSlots] = {ANY: _KnownSlots.empty(max_num_seqs, num_engines)}
         self.last_sent: Counts = np.full(num_engines, -1.0)  # number of the last send there, counted over all engines
         self._num_held = 0.0
         self._num_sends = 0
@@ -153,7 +153,7 @@ class Fleet:
         needed = shape.needed if self._models.are_on_some_ranks(shape.needed) else ()
         return self._slots_of_kind((needed, self.degree(shape)))
 
-    def _slots_of_kind(self, kind: Kind) -> EngineSlots:
+    def _slots_of_kind(self, kind: LaneKind) -> EngineSlots:
         self.settle()
         if kind not in self._known:
             if len(self._known) > MAX_KINDS:
@@ -450,7 +450,7 @@ class Fleet:
         for known in self._known.values():
             known.stale.add(engine)
 
-    def _refresh(self, kind: Kind) -> EngineSlots:
+    def _refresh(self, kind: LaneKind) -> EngineSlots:
         """Compute the slots of the engines whose lanes have changed."""
         (needed, degree), known = kind, self._known[kind]
         while known.stale:
