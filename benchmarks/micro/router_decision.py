@@ -86,7 +86,8 @@ def measure(scenario: str, output: Path | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command(__doc__)
-    parser.add_argument("--scenarios", nargs="+", default=["decision-8", "decision-256"], choices=SCENARIOS)
+    names = ["decision-8", "decision-64", "decision-256"]
+    parser.add_argument("--scenarios", nargs="+", default=names, choices=SCENARIOS)
     args = parser.parse_args(argv)
     for scenario in args.scenarios:
         measure(scenario, args.output)

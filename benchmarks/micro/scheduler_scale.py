@@ -4,8 +4,9 @@ A real EngineCore with its scheduler, load reports, and encoded plans, results a
 answer in random order, one plan in each turn of the loop. Every rank has SLOTS requests, and as many as named wait all
 the time. P99: of the turns, each divided by its nodes.
 
-With --policy the requests are small, middle and large ones of one model, a third of them under a far objective, and
-what is timed is each pass of a scheduling policy of the engine, or of one that is named by its import path.
+With --policy the requests are small, middle and large ones of one model, or only large ones, a third of them under a
+far objective, and what is timed is each pass of a scheduling policy of the engine, or of one that is named by its
+import path.
 """
 
 from __future__ import annotations
@@ -159,10 +160,15 @@ class Loop:
     """An EngineCore between clients and fake ranks, to which it is the executor."""
 
     def __init__(
-        self, num_ranks: int, num_waiting: int, num_models: int = 1, policy: SchedulingPolicy | None = None
+        self,
+        num_ranks: int,
+        num_waiting: int,
+        num_models: int = 1,
+        policy: SchedulingPolicy | None = None,
+        sizes: Mapping[int, float] = SIZES,
     ) -> None:
         """num_models: of equal size, of which a third fit on a rank; 1: it fits. policy: None: LeastWork, whose
-        requests are all alike.
+        requests are all alike. sizes: of the requests of another policy, as SIZES.
         """
         self._random = Random(0)
         self._plans: list[deque[StepPlan]] = [deque() for _ in range(num_ranks)]
@@ -180,7 +186,7 @@ class Loop:
         self._to_engine: MessageDecoder[ToEngine] = MessageDecoder(ToEngine)
         self._from_worker: MessageDecoder[FromWorker] = MessageDecoder(FromWorker)
         requests = _requests([model.name for model in models])
-        self._requests = _mixed(requests) if policy else requests
+        self._requests = _mixed(requests, sizes) if policy else requests
         self._live: dict[str, EngineRequest] = {}  # by id
         self._workflows = scheduler.workflows
         self._num_due = num_ranks * SLOTS + num_waiting  # requests to be sent
@@ -267,21 +273,23 @@ def _requests(models: Sequence[str]) -> Iterator[EngineRequest]:
         yield msgspec.structs.replace(edit, model=random.choice(models), spec=spec)
 
 
-def _mixed(requests: Iterator[EngineRequest]) -> Iterator[EngineRequest]:
+def _mixed(requests: Iterator[EngineRequest], sizes: Mapping[int, float]) -> Iterator[EngineRequest]:
     """These with other sizes. They arrive as they are sent."""
     random = Random(2)
     for edit in requests:
-        (tokens,) = random.choices(list(SIZES), list(SIZES.values()))
+        (tokens,) = random.choices(list(sizes), list(sizes.values()))
         active = ArrayRef(0, 0, (tokens,), "int32")
         spec = msgspec.structs.replace(edit.spec, num_tokens=tokens, active=active)
         now, is_aimed = time.monotonic(), random.random() < AIMED
         yield msgspec.structs.replace(edit, spec=spec, arrival=now, objective=now + FAR_SECONDS if is_aimed else None)
 
 
-def time_passes(name: str, num_ranks: int, num_waiting: int, num_turns: int) -> list[float]:
-    """CPU seconds of the passes of a policy, of some turns of the loop."""
+def time_passes(
+    name: str, num_ranks: int, num_waiting: int, num_turns: int, sizes: Mapping[int, float] = SIZES
+) -> list[float]:
+    """CPU seconds of the passes of a policy, of some turns of the loop. sizes: of the requests, as SIZES."""
     policy = TimedPolicy(make_policy(name))
-    loop = Loop(num_ranks, num_waiting, policy=policy)
+    loop = Loop(num_ranks, num_waiting, policy=policy, sizes=sizes)
     asyncio.run(loop.run(num_turns))
     return policy.passes[-num_turns:]
 
@@ -295,13 +303,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--turns", type=int, default=2500, help="of the loop, timed in each case")
     parser.add_argument("--policy", help="time the passes of this scheduling policy, with one model")
+    parser.add_argument("--large", action="store_true", help="with --policy: only requests of the largest size")
     args = parser.parse_args(argv)
     rows, result = list[tuple[str, str]](), dict[str, Value]({"benchmark": "scheduler_scale"})
     if args.policy:
+        sizes = {max(SIZES): 1.0} if args.large else SIZES
         for ranks, waiting in product(args.ranks, args.waiting):
-            passes = [1e3 * seconds for seconds in time_passes(args.policy, ranks, waiting, args.turns)]
-            mean, p99 = fmean(passes), percentile(passes, 0.99)
-            rows.append((f"{ranks} ranks, {waiting} waiting", f"mean {mean:.3f} ms, P99 {p99:.3f} ms"))
+            passes = [1e3 * seconds for seconds in time_passes(args.policy, ranks, waiting, args.turns, sizes)]
+            median, mean, p99 = percentile(passes, 0.5), fmean(passes), percentile(passes, 0.99)
+            found = f"median {median:.3f} ms, mean {mean:.3f} ms, P99 {p99:.3f} ms"
+            rows.append((f"{ranks} ranks, {waiting} waiting", found))
             result |= {f"{ranks}_{waiting}_mean_ms": mean, f"{ranks}_{waiting}_p99_ms": p99}
         print_report(f"CPU time of a pass of {args.policy}", rows, result, args.output)
         return

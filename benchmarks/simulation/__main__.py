@@ -80,7 +80,7 @@ def simulate(name: str, policy: RouterPolicy, seed: int) -> Run:
         p50=p50,
         p95=p95,
         p99=p99,
-        utilization=statistics.mean(outcome.busy_seconds) / outcome.seconds,
+        utilization=sum(outcome.busy_seconds) / sum(scenario.engine_ranks) / outcome.seconds,
         primed=outcome.primed / number,
         loaded=outcome.loaded / number,
         error=statistics.median(errors) if errors else None,

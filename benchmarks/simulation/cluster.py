@@ -35,15 +35,17 @@ Tell = Callable[[LoadReport, tuple[Output, ...]], None]
 
 
 class ReportingEngine(SimulatedEngine):
-    """An engine that reports as EngineCore does. tell: takes reports and outputs. policy: a new one of its scheduler;
-    None: the default.
+    """An engine that reports as EngineCore does. num_ranks: its own. tell: takes reports and outputs. policy: a new
+    one of its scheduler; None: the default.
     """
 
-    def __init__(self, clock: Clock, scenario: Scenario, tell: Tell, policy: SchedulingPolicy | None = None) -> None:
+    def __init__(
+        self, clock: Clock, scenario: Scenario, num_ranks: int, tell: Tell, policy: SchedulingPolicy | None = None
+    ) -> None:
         config = SchedulerConfig(max_num_seqs=scenario.max_num_seqs)
         cost = CostModel() if scenario.learns else FrozenCosts()
-        models, ranks = {MODEL.name: MODEL}, scenario.num_ranks
-        scheduler = StepScheduler(config, models, ranks, cache=scenario.cache, cost=cost, policy=policy)
+        models = {MODEL.name: MODEL}
+        scheduler = StepScheduler(config, models, num_ranks, cache=scenario.cache, cost=cost, policy=policy)
         scheduler.learn(scenario.machine.samples(MODEL.name))
         if isinstance(cost, FrozenCosts):
             cost.is_frozen = True
@@ -102,10 +104,11 @@ class Cluster:
     def __post_init__(self) -> None:
         scenario = self.scenario
         self.fleet = Fleet(scenario.num_engines, scenario.max_num_seqs)
-        tells = (partial(self._tell, index) for index in range(scenario.num_engines))
         self.engines = [
-            ReportingEngine(self.clock, scenario, tell, self.scheduling() if self.scheduling else None)
-            for tell in tells
+            ReportingEngine(
+                self.clock, scenario, number, partial(self._tell, index), self.scheduling() if self.scheduling else None
+            )
+            for index, number in enumerate(scenario.engine_ranks)
         ]
         self._policy = make_policy(self.policy)
         self._latencies: dict[int, float] = {}
@@ -143,7 +146,7 @@ class Cluster:
         """Priming beforehand does not count."""
         self._started = self.clock.now
         for engine in self.engines:
-            engine.clocks.busy_seconds = [0.0] * self.scenario.num_ranks
+            engine.clocks.busy_seconds = [0.0] * engine.scheduler.num_workers
 
     def _route(self, edit: EngineRequest) -> None:
         index, now = int(edit.request_id), self.clock.now

@@ -40,15 +40,16 @@ _MASK = ArrayRef(0, 0, (SIDE, SIDE), "uint8")
 
 @dataclass(frozen=True)
 class Scenario:
-    """num_ranks: of each engine. load: share of `capacity`. burstiness: shape of the Gamma distribution of the times
-    between arrivals; 1 is a Poisson process, less comes in bursts. num_templates: drawn by a Zipf law of exponent
-    `zipf`; where they are warm, all are primed on every engine before the first edit. num_warm_up: edits before those
-    that are counted. learns: the cost model goes on learning from every batch.
+    """num_ranks: of each engine. ranks: the same, where engines differ. load: share of `capacity`. burstiness: shape of
+    the Gamma distribution of the times between arrivals; 1 is a Poisson process, less comes in bursts. num_templates:
+    drawn by a Zipf law of exponent `zipf`; where they are warm, all are primed on every engine before the first edit.
+    num_warm_up: edits before those that are counted. learns: the cost model goes on learning from every batch.
     """
 
     name: str
     num_engines: int = 8
     num_ranks: int = 1
+    ranks: tuple[int, ...] = ()
     max_num_seqs: int = 8
     load: float = 0.8
     burstiness: float = 1.0
@@ -73,7 +74,12 @@ class Scenario:
         step = machine.step / self.max_num_seqs + machine.token * tokens
         alone = machine.text_encode + machine.image_encode + machine.decode
         seconds = sum(self.steps) / len(self.steps) * step + alone
-        return self.num_engines * self.num_ranks * machine.speed / seconds
+        return sum(self.engine_ranks) * machine.speed / seconds
+
+    @property
+    def engine_ranks(self) -> tuple[int, ...]:
+        """The number of ranks of each engine."""
+        return self.ranks or (self.num_ranks,) * self.num_engines
 
 
 REFERENCE = Scenario("reference")
@@ -108,9 +114,13 @@ SCENARIOS: dict[str, Scenario] = {
     "bursty": replace(REFERENCE, name="bursty", burstiness=0.25, load=0.65, num_edits=2000),
     "one-at-a-time": ONE_AT_A_TIME,
     "same-rate": SAME_RATE,
+    "ranks-1-4": replace(REFERENCE, name="ranks-1-4", ranks=(1, 4) * 4, load=0.65, num_edits=2000),
     "fleet-32": replace(REFERENCE, name="fleet-32", num_engines=32, num_edits=2000),
     "fleet-256": replace(REFERENCE, name="fleet-256", num_engines=256, num_edits=6000),
     "decision-8": replace(MIX, name="decision-8", num_edits=400, num_warm_up=0, learns=True),
+    "decision-64": replace(
+        MIX, name="decision-64", num_engines=64, ranks=(1, 4) * 32, num_edits=2000, num_warm_up=0, learns=True
+    ),
     "decision-256": replace(
         MIX, name="decision-256", num_engines=256, num_edits=4000, num_warm_up=0, load=0.85, learns=True
     ),

@@ -16,7 +16,7 @@ from benchmarks.simulation.machine import FrozenCosts
 from benchmarks.simulation.scenario import MODEL, PIXELS
 from benchmarks.simulation.video_load import TOKENS, Arrival, VideoLoad
 from core.config import SchedulerConfig
-from core.costs.step_profiles import useful_degree
+from core.costs.useful_degree import useful_degree
 from core.graph.op import OPS, OpWork, Port, Sizes
 from core.graph.work import Work
 from core.graph.workflow import Edge, Node, Region, Workflow

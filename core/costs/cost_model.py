@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from core.costs.profile import Profile
-from core.costs.step_profiles import StepProfiles
 from core.graph.work import Work
 from core.handles import ModelKey, Tier
 
@@ -180,7 +179,6 @@ class CostModel:
     def __init__(self) -> None:
         self._lines: dict[CostKey, FittedLine] = {}
         self._profiles: dict[CostKey, Profile] = {}
-        self._steps = StepProfiles()
         self._num_seen: dict[CostKey, Counter[int]] = {}  # rows of a batch -> how many were observed
         self._largest: dict[CostKey, int] = {}  # see `largest_seen`
         self._copies: dict[tuple[Tier, Tier], FittedLine] = {}
@@ -194,8 +192,6 @@ class CostModel:
         self._note_rows(key, len(work.queries))
         if key in self._profiles:
             self._profiles[key].observe(work, seconds)
-        if work.queries and _is_even(work):
-            self._steps.observe(_kind(key), key.degree, len(work.queries), work.queries[0], seconds)
 
     def forget(self, gone: Set[ModelKey]) -> None:
         """Forget the work of classes; none was profiled."""
@@ -208,16 +204,9 @@ class CostModel:
         """Predict this kind of work from its tables, as far as they reach."""
         self._profiles[key] = profile
 
-    def add_step(self, key: CostKey, work: Work, seconds: float) -> None:
-        """Predict steps of this kind of work from this measurement of one request's, at the key's degree."""
-        self._steps.add(_kind(key), key.degree, len(work.queries), work.queries[0], seconds)
-
     def predict_step(self, key: CostKey, work: Work) -> float:
-        """Seconds of a step of one request at the key's degree; 0 for a degree that was neither measured nor, at degree
-        1, observed.
-        """
-        seconds = self._steps.seconds(_kind(key), key.degree, len(work.queries), work.queries[0])
-        return seconds if seconds is not None else self.predict(key, work) if key.degree == 1 else 0.0
+        """Seconds of a step of one request at the key's degree; 0 for a degree above 1 that was not profiled."""
+        return self.predict(key, work) if key.degree == 1 or key in self._profiles else 0.0
 
     def _note_rows(self, key: CostKey, number: int) -> None:
         seen = self._num_seen.setdefault(key, Counter())
@@ -274,16 +263,6 @@ class CostModel:
 
     def r_squared(self) -> dict[CostKey, float]:
         return {key: line.r_squared for key, line in self._lines.items()}
-
-
-def _kind(key: CostKey) -> CostKey:
-    """The key of this kind of work at degree 1, which stands for any degree."""
-    return key if key.degree == 1 else msgspec.structs.replace(key, degree=1)
-
-
-def _is_even(work: Work) -> bool:
-    """Whether this could be the rows of one request."""
-    return work.queries.count(work.queries[0]) == len(work.queries)
 
 
 def _copy_features(nbytes: int) -> tuple[float, ...]:

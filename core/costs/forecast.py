@@ -1,15 +1,15 @@
 """Forecast: when requests that take turns in the slots of a lane are done, and when a slot is free.
 
 A lane makes the steps of its requests. All of them that have a slot share each step; a request that has made its last
-step gives its slot to the next in line. The planner asks which of them can be in time (`lane_filling.py`), and the
-router when an engine has a slot for one more. Pure arithmetic, in seconds from now.
+step gives its slot to the next in line. The planner asks which of them can be in time (`lane_filling.py`). Pure
+arithmetic, in seconds from now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush, heappushpop
+from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
@@ -96,29 +96,3 @@ class Forecast:
             size -= task.size
             yield index, elapsed + task.after + (0.0 if self.blocks else task.before)
             elapsed += task.after if self.blocks else 0.0
-
-
-Slot = tuple[float, float]
-"""The request in a slot: its steps left, and the seconds it adds to each of them."""
-
-
-def until_free(loads: Iterable[Slot], num_slots: int, base_seconds: float) -> tuple[float, list[Slot]]:
-    """Seconds until a slot is free if these requests go through the slots in this order, and the contents of the other
-    slots at that time.
-
-    A free slot is taken at once by the next in line. Exact for a FIFO queue, and O(log slots) per request: all ends are
-    counted in steps from now on and kept in a heap.
-    """
-    ends: list[Slot] = []
-    step = elapsed = 0.0
-    pace = base_seconds
-    for steps, seconds in loads:
-        pace += seconds
-        if len(ends) + 1 < num_slots:
-            heappush(ends, (step + steps, seconds))
-        else:
-            end, gone = heappushpop(ends, (step + steps, seconds))
-            elapsed += (end - step) * pace
-            step = end
-            pace -= gone
-    return elapsed, [(end - step, seconds) for end, seconds in ends if end > step]

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from core.handles import LoadedComponent, Tier
+from core.handles import LoadedComponent, RankIds, Tier
 
 
 class RequestLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -27,6 +27,8 @@ class RequestLoad(msgspec.Struct, frozen=True, array_like=True):
     is_running: bool = False  # it keeps its slot; new requests cannot overtake it
     arrival: float = 0.0  # monotonic seconds
     owner: str = ""  # see EngineRequest
+    degree: int = 1  # ranks that are useful to its steps, of which `step_seconds` is
+    ranks: RankIds = ()  # of a running one: those that made its last steps; (): none has yet
 
     @property
     def seconds(self) -> float:
@@ -117,6 +119,7 @@ class ModelLoad(msgspec.Struct, frozen=True, array_like=True):
     # loaded: 0. loading: until they are loaded. Else: what loading them adds to LoadReport.load_seconds; above 0.
     seconds: float
     controlnet: str = ""  # its name, if they are of one
+    ranks: RankIds = ()  # that can make steps with them; (): all can, or none
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +130,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int  # edits
     num_waiting: int  # edits
     num_ranks: int = 1  # live workers; while there are none, nothing runs
+    lanes: RankIds = (0,)  # those of them on which requests make steps beside each other
     running: dict[str, RequestLoad] = {}  # id -> remaining work of each edit that has begun and not ended
     # Predicted seconds.
     base_seconds: float = 0.0  # the constant part of a step, whichever requests are in it; 0 without requests

@@ -1,15 +1,18 @@
 """Fleet: the state of all engines as a router knows it, in arrays over engines, so that a decision is one expression.
 
-An engine is modelled as a FIFO queue in front of `max_num_seqs` slots that advance together, step by step. Its load
-reports keep a copy of its queue with the remaining work of its requests; from it follow the time at which a slot is
-free for a new request, and the work left in the other slots at that time:
+An engine is modelled as a FIFO queue in front of `max_num_seqs` slots, spread over its lanes, which are ranks: the
+requests of a lane advance together, step by step (`engine_lanes.py`). Its load reports keep a copy of its queue with
+the remaining work of its requests; from it follow the time at which a slot is free for a new request, the lane that it
+is in, and the work left in that lane at that time:
 
     free_at [engines]                 when a slot is free, in seconds of the caller's clock; in the past: since then
     steps, seconds [slots, engines]   steps left in each slot at `free_at`, most first, and seconds it adds to each step
 
 Reports come when something changed, not at every step: in between, steps are assumed to pass at the predicted pace.
 These are `EngineSlots`, computed only when they are read after a report: from the first MAX_SIMULATED requests of the
-queue one by one, and from sums over the rest, which is assumed to leave the slots as it found them.
+queue one by one, and from sums over the rest, which is assumed to leave the slots as it found them. Where a request may
+have only some of an engine's lanes, because others lack its model, or has several, the lane is another one: such slots
+are kept for each kind of request.
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from core.costs.forecast import Slot, until_free
 from core.costs.load_report import LoadReport, RequestLoad
+from core.costs.useful_degree import useful_degree
+from core.handles import RankIds
+from core.routing.engine_lanes import EngineLanes, Lane
 from core.routing.engine_queue import EngineQueue
 from core.routing.fleet_costs import FleetCosts, SizeCosts, TokensBeside, Vector
 from core.routing.model_map import LoadWait, ModelMap
@@ -34,21 +39,59 @@ from core.routing.weights import Weights
 
 MAX_SIMULATED = 256
 """Requests of an engine's queue that are looked at one by one, besides one for each slot; as many as a server takes by
-default. Taking sums for the rest shifts a prediction by less than the time of one request.
+default. With several lanes it is so many fewer, because each is looked at for each request. Taking sums for the rest
+shifts a prediction by less than the time of one request.
 """
+
+MAX_KINDS = 64
+"""Kinds of requests for which slots are kept."""
 
 TINY = 1e-9
 """Seconds; keeps divisions by the step time of an idle engine finite."""
 
 
 class EngineSlots(NamedTuple):
-    """What is expected in the slots of each engine when one of them is free for a new request."""
+    """What is expected in the slots of one lane of each engine, when it takes a new request."""
 
     free_at: Vector  # when that is, in seconds of the caller's clock, shape [engines]
     pace: Vector  # seconds of a step of the requests in the slots, shape [engines]
     num_placed: Vector  # number of these requests, shape [engines]
     steps: Vector  # steps left in each slot, most first, shape [slots, engines]
     seconds: Vector  # seconds that the request in each slot adds to a step, shape [slots, engines]
+
+
+LaneKind = tuple[tuple[Weights, ...], int]
+"""What decides the lanes of a request: the weights that it needs, if some lanes of an engine lack them, and the number
+of lanes that it is in."""
+
+
+ANY: LaneKind = (), 1
+"""Of a request that may have any one lane."""
+
+
+class _KnownSlots:
+    """EngineSlots of one kind of request."""
+
+    def __init__(self, rows: Vector, num_slots: int, stale: Iterable[int]) -> None:
+        """rows: shape [3 + 2 * num_slots, engines]. stale: engines whose column is to be computed."""
+        self.rows, self.stale, self._num_slots = rows, {*stale}, num_slots
+        self.slots = EngineSlots(rows[0], rows[1], rows[2], rows[3 : 3 + num_slots], rows[3 + num_slots :])
+
+    @classmethod
+    def empty(cls, num_slots: int, num_engines: int, stale: Iterable[int] = ()) -> _KnownSlots:
+        made = cls(np.zeros((3 + 2 * num_slots, num_engines)), num_slots, stale)
+        made.slots.pace[:] = TINY
+        return made
+
+    def copy(self) -> _KnownSlots:
+        return _KnownSlots(self.rows.copy(), self._num_slots, self.stale)
+
+    def set(self, engine: int, lane: Lane, base: float) -> None:
+        left = lane.left()
+        pace = max(base + sum([seconds for _, seconds in left]), TINY) if left else TINY
+        padding = [0.0] * (self._num_slots - len(left))
+        steps, seconds = [steps for steps, _ in left], [seconds for _, seconds in left]
+        self.rows[:, engine] = [lane.time, pace, len(left), *steps, *padding, *seconds, *padding]
 
 
 @dataclass(slots=True)
@@ -79,9 +122,12 @@ class Fleet:
         # Model -> engine -> until when it refuses it, seconds.
         self._refused: dict[str, dict[int, float]] = {}
         self.num_alive = num_engines
-        self._stale: set[int] = set()  # engines whose slots are to be computed from their last reports
-        self._bind(np.zeros((7 + 2 * max_num_seqs, num_engines)))
-        self._slots.pace[:] = TINY
+        self._stale: set[int] = set()  # engines whose lanes are to be computed from their last reports
+        self._bind(np.zeros((4, num_engines)))
+        self._ranks: list[RankIds] = [(0,)] * num_engines  # of each engine's lanes
+        self._num_lanes = np.ones(num_engines, dtype=np.int64)
+        self._lanes = [EngineLanes((0,), max_num_seqs, 0.0) for _ in range(num_engines)]
+        self._known: dict[LaneKind, _KnownSlots] = {ANY: _KnownSlots.empty(max_num_seqs, num_engines)}
         self.last_sent: Counts = np.full(num_engines, -1.0)  # number of the last send there, counted over all engines
         self._num_held = 0.0
         self._num_sends = 0
@@ -92,15 +138,29 @@ class Fleet:
 
     def _bind(self, rows: Vector) -> None:
         """Name the rows of one array, shape [engines] each; a column is the state of one engine."""
-        self._rows, number = rows, self.max_num_seqs
-        self.num_requests, self.held_seconds, self.base_seconds, self.priming_seconds = rows[:4]
-        self._slots = EngineSlots(rows[4], rows[5], rows[6], rows[7 : 7 + number], rows[7 + number :])
+        self._rows = rows
+        self.num_requests, self.held_seconds, self.base_seconds, self.priming_seconds = rows
 
     @property
     def slots(self) -> EngineSlots:
-        """What is expected in the slots of all engines, their last reports included; valid until the next event."""
+        """What is expected in the slots of all engines, their last reports included, for a request that may have any
+        one lane; valid until the next event.
+        """
+        return self._slots_of_kind(ANY)
+
+    def slots_for(self, shape: RequestShape) -> EngineSlots:
+        """The same for this request."""
+        needed = shape.needed if self._models.are_on_some_ranks(shape.needed) else ()
+        return self._slots_of_kind((needed, self.degree(shape)))
+
+    def _slots_of_kind(self, kind: LaneKind) -> EngineSlots:
         self.settle()
-        return self._slots
+        if kind not in self._known:
+            if len(self._known) > MAX_KINDS:
+                self._known = {ANY: self._known[ANY]}
+            every = range(self.num_engines)
+            self._known[kind] = _KnownSlots.empty(self.max_num_seqs, self.num_engines, every)
+        return self._refresh(kind)
 
     # ------------------------------------------------------------------------------------------------- events
 
@@ -126,12 +186,15 @@ class Fleet:
         self.priming_seconds[engine] = report.priming_seconds + sum(sent.priming_seconds for sent in pending)
         self.held_seconds[engine] = queue.step_seconds + sum(sent.load.step_seconds for sent in pending if sent.load)
         self._reported[engine] = now
+        self._ranks[engine] = report.lanes or self._ranks[engine]
+        self._num_lanes[engine] = len(self._ranks[engine])
         self._stale.add(engine)
 
     def settle(self) -> None:
         """Compute the slots of the engines that have reported since the last time; reading them does it too."""
         while self._stale:
             self._settle_engine(self._stale.pop())
+        self._refresh(ANY)
 
     def sent(self, engine: int, shape: RequestShape, now: float) -> None:
         """Note what was just sent to an engine; it counts until the engine's own report includes it."""
@@ -220,6 +283,10 @@ class Fleet:
         """Living engines that serve a model."""
         return int(np.count_nonzero(self.death + self._models.bar(model) == 0.0))
 
+    def num_lanes_serving(self, model: str) -> int:
+        """Lanes of the living engines that serve a model."""
+        return int(self._num_lanes[self.death + self._models.bar(model) == 0.0].sum())
+
     def load_wait(self, shape: RequestShape, now: float) -> LoadWait | None:
         """How long the request waits for its model's weights on each engine; None: they are there everywhere."""
         return self._models.wait(shape.needed, now)
@@ -240,7 +307,7 @@ class Fleet:
         self.settle()
         fleet = copy(self)
         fleet._bind(self._rows.copy())
-        fleet._stale = set()
+        fleet._stale, fleet._lanes, fleet._known = set(), [*self._lanes], {ANY: self._known[ANY].copy()}
         for engine, staying in kept.items():
             fleet._keep_only(engine, staying)
         return fleet
@@ -258,7 +325,8 @@ class Fleet:
         reported, loads = self._reported[engine], self._queues[engine].loads()
         staying = [loads[index] for index in indices if index < len(loads)]
         self.held_seconds[engine] = sum(load.step_seconds for load in staying)
-        self._set_loads(engine, reported, staying)
+        self._lanes[engine] = self._lanes_with(engine, reported, staying)
+        self._note_moved(engine)
         pending = [(sent.load, sent.time) for sent in self._pending[engine] if sent.load is not None]
         for index in indices:
             if index >= len(loads):
@@ -268,8 +336,32 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------- queries
 
+    def degree(self, shape: RequestShape) -> int:
+        """Ranks that are useful to its steps, as far as engines have shown."""
+        is_joint = self.costs.is_joint(shape.denoiser or shape.model)
+        return useful_degree(self._joint_steps(shape)) if is_joint else 1
+
+    def step_seconds_on(self, shape: RequestShape) -> Vector | float:
+        """Seconds that the edit adds to a step, on as many ranks of each engine as are useful, shape [engines] or for
+        all.
+        """
+        alone, degree = self.step_seconds(shape), self.degree(shape)
+        if degree == 1:
+            return alone
+        base, joint = self.size_costs(shape).base, self._joint_steps(shape)
+        added = [alone, *(max(joint[2**power] - base, 0.0) for power in range(1, degree.bit_length()))]
+        powers = np.log2(np.minimum(self._num_lanes, degree)).astype(int)
+        by_engine: Vector = np.array(added)[powers]
+        return by_engine
+
+    def _joint_steps(self, shape: RequestShape) -> dict[int, float]:
+        """Degree -> seconds of a step of this edit alone, on so many ranks; 1 is among them."""
+        costs = self.size_costs(shape)
+        joint = self.costs.joint_steps(shape.denoiser or shape.model, shape.step_features)
+        return {1: costs.base + self.step_seconds(shape), **joint}
+
     def step_seconds(self, shape: RequestShape) -> float:
-        """Seconds that the edit adds to a step."""
+        """Seconds that the edit adds to a step on one rank."""
         seconds = sum(self.costs.step(model, features) for model, features in shape.step_features.items())
         if not shape.steered:
             return seconds
@@ -287,22 +379,19 @@ class Fleet:
 
     @property
     def mean_held(self) -> float:
-        """Requests that a living engine holds, on average."""
-        return self._num_held / max(1, self.num_alive)
+        """Requests that a lane of a living engine holds, on average."""
+        return self._num_held / max(1, int(self._num_lanes[self.is_alive].sum()))
 
     # ------------------------------------------------------------------------------------------------- inside
-
-    def _line_up(self, engine: int, load: RequestLoad, now: float) -> None:
-        """Append a request to the engine's queue."""
-        start = max(now, float(self._slots.free_at[engine]))
-        self._set_slots(engine, start, [*self._slots_of(engine, now), _slot(load)])
 
     def _make_sent(self, engine: int, shape: RequestShape, now: float) -> PendingSend:
         number, priming = self._num_sent[engine], self._expect_pages(engine, shape)
         if not shape.num_steps:
             return PendingSend(number, None, 0.0, priming, now, shape.needed)
-        costs, step = self.size_costs(shape), self.step_seconds(shape)
-        load = RequestLoad(shape.num_steps, step, costs.other, shape.priority, arrival=now, owner=shape.owner)
+        costs, degree = self.size_costs(shape), self.degree(shape)
+        step = float(np.broadcast_to(self.step_seconds_on(shape), self.num_engines)[engine])
+        told = shape.priority, False, now, shape.owner
+        load = RequestLoad(shape.num_steps, step, costs.other, *told, degree)
         return PendingSend(number, load, costs.base, priming, now, shape.needed)
 
     def _expect_pages(self, engine: int, shape: RequestShape) -> float:
@@ -333,43 +422,38 @@ class Fleet:
         return [*self._queues[engine].loads(), *pending]
 
     def _settle_engine(self, engine: int) -> None:
-        first, rest = self._queues[engine].split(MAX_SIMULATED + self.max_num_seqs)
+        number = MAX_SIMULATED // len(self._ranks[engine]) + self.max_num_seqs
+        first, rest = self._queues[engine].split(number)
         pending = [sent.load for sent in self._pending[engine] if sent.load is not None]
         if rest is None:
-            self._set_loads(engine, self._reported[engine], [*first, *pending])
-            return
-        self._set_loads(engine, self._reported[engine], first)
-        rounds = rest.steps / self.max_num_seqs
-        self._slots.free_at[engine] += rest.seconds + rounds * float(self.base_seconds[engine])
-        for load in pending:
-            self._line_up(engine, load, 0.0)
+            first = [*first, *pending]
+        lanes = self._lanes[engine] = self._lanes_with(engine, self._reported[engine], first)
+        if rest is not None:
+            rounds = rest.steps / self.max_num_seqs
+            lanes.delay(rest.seconds / lanes.num_lanes + rounds * float(self.base_seconds[engine]))
+            for load in pending:
+                lanes.line_up(load, 0.0)
+        self._note_moved(engine)
 
-    def _set_loads(self, engine: int, now: float, loads: Sequence[RequestLoad]) -> None:
-        """Set the engine's requests, most urgent first, as of the start of a step that `steps_left` does not count."""
-        alone = sum(load.other_seconds for load in loads if not load.steps_left)
-        slots = [_slot(load) for load in loads if load.steps_left]
-        begun = sum(seconds for _, seconds in slots[: self.max_num_seqs])
-        under_way = begun + float(self.base_seconds[engine]) if slots else 0.0
-        self._set_slots(engine, now + alone + under_way, slots)
+    def _lanes_with(self, engine: int, now: float, loads: Sequence[RequestLoad]) -> EngineLanes:
+        """An engine's lanes with these requests, most urgent first."""
+        return EngineLanes(self._ranks[engine], self.max_num_seqs, float(self.base_seconds[engine]), loads, now)
 
-    def _slots_of(self, engine: int, now: float) -> list[Slot]:
-        """The contents of the engine's slots at the later of `now` and `free_at`."""
-        slots = self._slots
-        passed = max(now - slots.free_at[engine], 0.0) / slots.pace[engine]
-        rows = zip(slots.steps[:, engine].tolist(), slots.seconds[:, engine].tolist(), strict=True)
-        return [(steps - passed, seconds) for steps, seconds in rows if steps > passed]
+    def _line_up(self, engine: int, load: RequestLoad, now: float) -> None:
+        """Append a request to the engine's queue."""
+        self._lanes[engine].base_seconds = float(self.base_seconds[engine])
+        self._lanes[engine].line_up(load, now)
+        self._note_moved(engine)
 
-    def _set_slots(self, engine: int, start: float, loads: Iterable[Slot]) -> None:
-        """Recompute the engine's slots if these requests go through them in this order from `start` on."""
-        base = float(self.base_seconds[engine])
-        waited, left = until_free(loads, self.max_num_seqs, base)
-        left.sort(reverse=True)
-        pace = max(base + sum([seconds for _, seconds in left]), TINY) if left else TINY
-        padding = [0.0] * (self.max_num_seqs - len(left))
-        steps, seconds = [steps for steps, _ in left], [seconds for _, seconds in left]
-        self._rows[4:, engine] = [start + waited, pace, len(left), *steps, *padding, *seconds, *padding]
+    def _note_moved(self, engine: int) -> None:
+        """Note that an engine's lanes have changed."""
+        for known in self._known.values():
+            known.stale.add(engine)
 
-
-def _slot(load: RequestLoad) -> Slot:
-    """A request's steps left and seconds per step, with its encoding and decoding spread over the steps."""
-    return float(load.steps_left), load.step_seconds + load.other_seconds / load.steps_left
+    def _refresh(self, kind: LaneKind) -> EngineSlots:
+        """Compute the slots of the engines whose lanes have changed."""
+        (needed, degree), known = kind, self._known[kind]
+        while known.stale:
+            lanes = self._lanes[engine := known.stale.pop()]
+            known.set(engine, lanes.next_lane(self._models.ranks_with(needed, engine), degree), lanes.base_seconds)
+        return known.slots

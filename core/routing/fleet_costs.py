@@ -7,6 +7,7 @@ the first report costs are proportional to tokens: enough to compare engines, bu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -97,6 +98,7 @@ class FleetCosts:
 
     def __init__(self) -> None:
         self._columns: dict[str, Vector] = {}  # model -> coefficients
+        self._joint: dict[str, dict[int, tuple[float, ...]]] = {}  # model -> degree above 1 -> coefficients of steps
         self._controlnets: dict[tuple[str, tuple[str, ...]], tuple[float, ...]] = {}  # (model, names) -> coefficients
         self._sizes: dict[Size, SizeCosts] = {}  # cache, cleared by every report
         self._copies = (0.0,) * len(COPY_FEATURES)  # from the tier below the one that computes
@@ -104,6 +106,15 @@ class FleetCosts:
     def is_known(self, model: str) -> bool:
         """Whether any engine has reported costs of this model."""
         return model in self._columns
+
+    def is_joint(self, model: str) -> bool:
+        """Whether any engine has reported what steps of this model take that several ranks compute together."""
+        return model in self._joint
+
+    def joint_steps(self, model: str, features: Mapping[str, Features]) -> dict[int, float]:
+        """Degree above 1 -> seconds of a step on so many ranks. features: of what it adds to a step, by model."""
+        _, *added = map(sum, zip(*features.values(), strict=True))
+        return {degree: float(np.dot((1.0, *added), line)) for degree, line in self._joint.get(model, {}).items()}
 
     def step(self, model: str, features: Features) -> float:
         """Seconds that a request with these features adds to a step."""
@@ -126,6 +137,9 @@ class FleetCosts:
     def observe(self, costs: EngineCosts) -> None:
         """Replace the coefficients by those that an engine has reported."""
         self._columns |= _columns(costs)
+        for line in costs.lines:
+            if line.op == LINES[0] and line.degree > 1 and not line.controlnets:
+                self._joint.setdefault(line.model, {})[line.degree] = line.coefficients
         nets = (line for line in costs.lines if line.op == CONTROLNET.cost_name and line.degree == 1)
         self._controlnets |= {(line.model, line.controlnets): line.coefficients for line in nets}
         copies: dict[Tier, tuple[float, ...]] = {line.source: line.coefficients for line in costs.copies}
@@ -135,6 +149,7 @@ class FleetCosts:
     def forget(self, name: str) -> None:
         """Forget the coefficients of a model or a class."""
         self._columns.pop(name, None)
+        self._joint.pop(name, None)
 
     def _costs_of(self, size: Size) -> SizeCosts:
         model, image_tokens, beside, encodings, entry_bytes = size

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.costs.load_report import LoadReport, ModelLoad
+from core.handles import RankIds
 from core.routing.fleet_costs import Vector
 from core.routing.weights import Weights
 
@@ -60,6 +61,7 @@ class ModelMap:
         self.differs = bool(served)  # whether an engine may lack a model
         self._bars: dict[str, Vector] = {}  # model -> infinity where it is not served, else 0; computed when asked for
         self._places: dict[Weights, _Places] = {}
+        self._ranks: dict[Weights, dict[int, RankIds]] = {}  # engine -> those that have them, where not all do
         self._until: Vector = np.zeros(num_engines)  # when what requests wait for is loaded
         # By engine: what it has reported, and what was sent there since to be loaded.
         self._reported: list[dict[Weights, tuple[float, float]]] = [{} for _ in range(num_engines)]  # -> due, own
@@ -110,6 +112,8 @@ class ModelMap:
         for places in self._places.values():
             places.set(engine, 0.0, 0.0)
             places.behind[engine] = 0.0
+        for ranks in self._ranks.values():
+            ranks.pop(engine, None)
         self._reported[engine].clear()
         self._asked[engine].clear()
         self._until[engine] = self._reported_until[engine] = 0.0
@@ -117,6 +121,7 @@ class ModelMap:
     def drop(self, weights: Weights) -> None:
         """Forget weights that no request needs any more."""
         self._places.pop(weights, None)
+        self._ranks.pop(weights, None)
         for engine in range(self._num_engines):
             self._reported[engine].pop(weights, None)
             self._asked[engine].discard(weights)
@@ -130,6 +135,10 @@ class ModelMap:
         facts = (now + load.seconds, 0.0) if is_coming else (0.0, load.seconds)
         places.set(engine, *facts)
         self._reported[engine][weights] = facts
+        ranks = self._ranks.setdefault(weights, {})
+        ranks.pop(engine, None)
+        if load.ranks:
+            ranks[engine] = load.ranks
         if load.state != "loading":
             places.behind[engine] = 0.0
 
@@ -144,6 +153,15 @@ class ModelMap:
             serving = [model in names for names in self._served]
             found = self._bars[model] = np.where(serving, 0.0, np.inf)
         return found
+
+    def are_on_some_ranks(self, needed: Iterable[Weights]) -> bool:
+        """Whether any engine has any of these on some of its ranks alone."""
+        return any(self._ranks.get(weights) for weights in needed)
+
+    def ranks_with(self, needed: Iterable[Weights], engine: int) -> RankIds:
+        """Those of an engine's ranks that can make steps with all of these; (): all can, or no rank."""
+        found = [ranks for weights in needed if (ranks := self._ranks.get(weights, {}).get(engine))]
+        return tuple(rank for rank in found[0] if all(rank in ranks for ranks in found)) if found else ()
 
     def wait(self, needed: Iterable[Weights], now: float) -> LoadWait | None:
         """How long a request waits for these on each engine; None: they are there everywhere."""

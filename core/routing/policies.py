@@ -13,7 +13,7 @@ import numpy.typing as npt
 from core.config import PRIME_SHARE, RouterPolicy
 from core.errors import EngineDeadError
 from core.routing.admission import Outlook
-from core.routing.fleet import TINY, Fleet
+from core.routing.fleet import TINY, EngineSlots, Fleet
 from core.routing.fleet_costs import SizeCosts, Vector
 from core.routing.request_shape import RequestShape
 from core.routing.template_map import TemplatePages
@@ -52,12 +52,13 @@ class EngineTimes(NamedTuple):
 def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
     """Predict the request's times on each engine.
 
-    It waits for a slot, is encoded, waits for weights and pages (a load runs beside the others' steps, priming takes a
-    share of each) and then makes its steps together with the requests left in the other slots. A step takes base + sum
-    of step seconds, so s steps beside others with S_i left, at C_i each, take s * (base + c) + sum min(s, S_i) * C_i.
+    It waits for a slot, which is in a lane of the engine, is encoded, waits for weights and pages (a load runs beside
+    the others' steps, priming takes a share of each) and then makes its steps together with the requests left in that
+    lane. A step takes base + sum of step seconds, so s steps beside others with S_i left, at C_i each, take s * (base +
+    c) + sum min(s, S_i) * C_i.
     """
-    costs, step = fleet.size_costs(shape), fleet.step_seconds(shape)
-    slots = fleet.slots
+    costs, step = fleet.size_costs(shape), fleet.step_seconds_on(shape)
+    slots = fleet.slots_for(shape)
     since_free = now - slots.free_at
     idle = np.maximum(since_free, 0.0)
     wait = idle - since_free
@@ -73,7 +74,7 @@ def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
     base = np.maximum(costs.base, fleet.base_seconds)
     finish, own, beside = wait + lead, NOTHING, fleet.priming_seconds
     if pages is not None:
-        priming = _priming(shape, fleet, pages, steps, costs, base)
+        priming = _priming(shape, fleet, slots, pages, steps, costs, base)
         finish, own, beside = finish + priming.before, priming.own, priming.beside
         steps = _after(steps, priming.rounds)
     shared = np.minimum(steps, float(shape.num_steps))
@@ -94,14 +95,20 @@ class PrimingTimes(NamedTuple):
 
 
 def _priming(
-    shape: RequestShape, fleet: Fleet, pages: TemplatePages, steps: Matrix, costs: SizeCosts, base: Vector
+    shape: RequestShape,
+    fleet: Fleet,
+    slots: EngineSlots,
+    pages: TemplatePages,
+    steps: Matrix,
+    costs: SizeCosts,
+    base: Vector,
 ) -> PrimingTimes:
     """Jobs are primed one after the other, in a share of each step's time, or at full speed where no steps are made."""
     own_first, later = pages.prime_first * costs.prime + pages.is_new * costs.template, pages.prime_later * costs.prime
     if not shape.num_steps:
         own_first += later
         later = np.zeros_like(later)
-    slots, first = fleet.slots, (fleet.priming_seconds + own_first) * pages.is_missing
+    first = (fleet.priming_seconds + own_first) * pages.is_missing
     rounds = first / (PRIME_SHARE * np.maximum(slots.pace - fleet.base_seconds, TINY))
     stepping = np.minimum(steps, rounds)
     stepping *= slots.seconds
@@ -206,13 +213,13 @@ def outlook(shape: RequestShape, fleet: Fleet, policy: RoutingPolicy, now: float
     fleet = fleet.before(shape.priority, now, shape.owner).serving(shape.model, now)
     engine = policy.choose(shape, fleet, now).engine
     costs = fleet.size_costs(shape)
-    alone = costs.other + shape.num_steps * (costs.base + fleet.step_seconds(shape))
+    alone = costs.other + shape.num_steps * (costs.base + float(np.min(fleet.step_seconds_on(shape))))
     seconds, load = float(predict_times(shape, fleet, now).finish[engine]), fleet.load_wait(shape, now)
     starts_load = load is not None and bool(load.is_first[fleet.is_alive].all())
     return Outlook(seconds, alone, not fleet.num_requests[engine], starts_load)
 
 
 def work_seconds(shape: RequestShape, fleet: Fleet) -> float:
-    """Engine time that an edit takes while batches are full."""
+    """Time of a rank that an edit takes while batches are full."""
     costs = fleet.size_costs(shape)
     return costs.other + shape.num_steps * (costs.base / fleet.max_num_seqs + fleet.step_seconds(shape))

@@ -238,8 +238,8 @@ class Router:
         return outlook(shape, self._fleet, self._policy, time.monotonic())
 
     def work_seconds(self, shape: RequestShape) -> float:
-        """Seconds by which an edit delays the end of all work, spread over the living engines that serve its model."""
-        return work_seconds(shape, self._fleet) / max(1, self._fleet.num_serving(shape.model))
+        """Seconds by which an edit delays the end of all work, spread over the ranks that serve its model."""
+        return work_seconds(shape, self._fleet) / max(1, self._fleet.num_lanes_serving(shape.model))
 
     def engine_of(self, request_id: str) -> int | None:
         """The engine that has a request, also during the callback for its terminal output; None while it has none."""

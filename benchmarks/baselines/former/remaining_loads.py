@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from benchmarks.baselines.former.inside_view import added_seconds, base_seconds
-from core.costs.step_profiles import useful_degree
+from core.costs.useful_degree import useful_degree
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.scheduling.requests.request import Request, Status

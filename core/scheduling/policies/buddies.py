@@ -42,17 +42,6 @@ class Buddies:
             size //= 2
         return taken if size else None
 
-    def take_around(self, ranks: RankIds, size: int) -> RankIds | None:
-        """Exchange a held set for the set of `size` ranks that contains it or is part of it; None if any other rank of
-        the new set is not free. ranks: the held set; its ranks outside of the new set become free.
-        """
-        first = ranks[0] & -size
-        others = _range(first, size) & ~_mask(ranks)
-        if others & ~self._free:
-            return None
-        self.give(ranks)
-        return self.take_this(first, size)
-
     def take_this(self, first: int, size: int) -> RankIds:
         """Take the set of `size` ranks that begins at rank `first`. Raises AssertionError unless it is a free set."""
         assert first % size == 0, f"no set of {size} ranks begins at rank {first}"

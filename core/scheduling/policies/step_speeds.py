@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.costs.step_profiles import useful_degree
+from core.costs.useful_degree import useful_degree
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
@@ -66,12 +66,12 @@ def _can_be_shared(view: View, request: Request, node: Node) -> bool:
 
 
 def _speeds(view: View, keys: ModelKeys, op: Op, work: Work, most: int) -> Speeds:
-    seconds, degree = {1: view.step_seconds(keys, op, work, 1)}, 2
+    seconds, degree = {1: view.batch_seconds(keys, op, work)}, 2
     while degree <= most and seconds[1] and (found := view.step_seconds(keys, op, work, degree)):
         seconds[degree] = found
         degree *= 2
     useful = useful_degree(seconds)
-    one, two = view.batch_seconds(keys, op, work), view.batch_seconds(keys, op, work + work)
+    one, two = seconds[1], view.batch_seconds(keys, op, work + work)
     is_small = useful == 1 and (one == 0.0 or two < MIN_GAIN * 2 * one)
     extra = min(one, max(0.0, two - one))
     return Speeds(seconds, useful, is_small, one - extra, extra)

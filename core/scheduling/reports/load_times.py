@@ -52,7 +52,10 @@ class LoadTimes:
         }
         self._told = {name: load for name, load in self._told.items() if load.kind != "class" or name in classes}
         found = (
-            ModelLoad(name, kind, *forecast.of(own, states[name] if kind == "model" else "unloaded"), net)
+            ModelLoad(
+                *(name, kind, *forecast.of(own, states[name] if kind == "model" else "unloaded"), net),
+                _ranks_with(residency, own),
+            )
             for (name, kind, net), own in (*self._weights, *classes.items())
         )
         changed = tuple(load for load in found if not self._is_told(load))
@@ -62,7 +65,7 @@ class LoadTimes:
 
     def _is_told(self, load: ModelLoad) -> bool:
         told = self._told.get(_name(load))
-        if told is None or told.state != load.state:
+        if told is None or (told.state, told.ranks) != (load.state, load.ranks):
             return False
         return abs(told.seconds - load.seconds) <= SAME * max(told.seconds, load.seconds)
 
@@ -84,6 +87,13 @@ def _weights(bindings: Bindings, residency: Residency) -> Iterator[tuple[_Name, 
                 yield (name, "segmenter", ""), (bindings.keys(name, "segmenter"),)
             for net in info.controlnets:
                 yield (name, "controlnet", net), (bindings.controlnets(name, (net,)),)
+
+
+def _ranks_with(residency: Residency, needs: Needs) -> RankIds:
+    """See ModelLoad: those that can make steps with these, if they make any."""
+    having = {rank for keys in needs if keys.makes_steps for rank in residency.homes(keys).ranks}
+    has_all = all(having.issuperset(ranks) for ranks in residency.sets)
+    return () if has_all else tuple(sorted(having))
 
 
 class _LoadForecast:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from core.costs.cost_model import CostKey, CostModel, extra_seconds
 from core.costs.load_report import RequestLoad
 from core.costs.profile import profile_of
-from core.costs.step_profiles import useful_degree
+from core.costs.useful_degree import useful_degree
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
@@ -121,8 +121,6 @@ class Predictor:
         for key, measured in profiled.items():
             if (profile := profile_of(measured)) is not None:
                 self.cost.add_profile(key, profile)
-            for work, seconds in measured:
-                self.cost.add_step(key, work, seconds)
 
     # ------------------------------------------------------------------------------------------------- remaining work
 
@@ -182,20 +180,31 @@ class Predictor:
         line = self._coefficients(request, node)
         full, masked = extra_seconds(line, every, every), extra_seconds(line, active, every)
         if self._most_ranks > 1 and steps:
-            full *= self._share_left(request, node, every, every)
-            masked *= self._share_left(request, node, active, every)
+            full *= self._useful(request, node, every, every)[1]
+            masked *= self._useful(request, node, active, every)[1]
         return request.spec.num_rows * (num_full * full + (steps - num_full) * masked)
 
-    def _share_left(self, request: Request, node: Node, queries: int, keys: int) -> float:
-        """Time of a step on as many ranks as are useful, as a share of its time on one rank."""
+    def _useful(self, request: Request, node: Node, queries: int, keys: int) -> tuple[int, float]:
+        """(number of ranks that are useful to a step, its time on so many as a share of its time on one)"""
         if op_of(node).parallel == "none" or request.runs_on_one_rank:
-            return 1.0
+            return 1, 1.0
         work, seconds, degree = Work.of_pairs([(queries, keys)] * request.spec.num_rows), dict[int, float](), 1
         keys_of, op = request.keys_of(node), op_of(node)
         while degree <= self._most_ranks and (found := self.step_seconds(keys_of, op, work, degree)):
             seconds[degree] = found
             degree *= 2
-        return seconds[useful_degree(seconds)] / seconds[1] if seconds else 1.0
+        useful = useful_degree(seconds) if seconds else 1
+        return useful, seconds[useful] / seconds[1] if seconds else 1.0
+
+    def _useful_degree(self, request: Request) -> int:
+        """Ranks that are useful to a request's next steps."""
+        node = request.step_node
+        if self._most_ranks == 1 or node is None:
+            return 1
+        canvas = request.spec.canvas(node.canvas)
+        is_masked = request.spec.is_mask_aware and not node.canvas
+        active = canvas.num_active_tokens if is_masked else canvas.num_all_tokens
+        return self._useful(request, node, active, canvas.num_all_tokens)[0]
 
     def other_seconds_by_op(self, request: Request) -> Iterable[tuple[str, float]]:
         """(op, seconds) of each remaining node of a request that is no step."""
@@ -231,7 +240,9 @@ class Predictor:
     def _make_request_load(self, request: Request) -> RequestLoad:
         work, head, is_running = self.work_left(request), request.head, request.status is Status.RUNNING
         added, beside = self.remaining_step_seconds(request) / max(work.steps, 1), work.before + work.after
-        return RequestLoad(work.steps, added, beside, head.priority, is_running, head.arrival, head.owner)
+        told = head.priority, is_running, head.arrival, head.owner
+        ranks = request.step_ranks if is_running else ()
+        return RequestLoad(work.steps, added, beside, *told, self._useful_degree(request), ranks)
 
     def _coefficients(self, request: Request, node: Node) -> tuple[float, ...]:
         return self.cost.coefficients(self.key(request.keys_of(node), op_of(node)))

@@ -142,6 +142,7 @@ class Reporter:
             num_running=counts[0],
             num_waiting=counts[1],
             num_ranks=len(self._ranks.up),
+            lanes=self._ranks.up if self._config.degree == 1 else self._ranks.up[:1],
             running=self._running.by_id(),
             base_seconds=base,
             priming_seconds=priming,

@@ -111,6 +111,7 @@ class Request:
     # (node, version of the values that it makes) -> the ranks of a run in flight
     sent_to: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)  # all ranks that it was ever sent to
+    step_ranks: RankIds = ()  # those that its last step was sent to, if all of them live
     # (node, ranks) -> the inputs that all rounds of the node share
     fixed_inputs: dict[tuple[str, tuple[int, ...]], tuple[TensorRef, ...]] = field(default_factory=dict)
     # (canvas, whether a step is mask-aware) -> sizes
@@ -289,6 +290,8 @@ class Request:
         self.progress.start(node)
         self.sent_to[node.name, self.progress.scheduled[node.name] if node.region else 0] = ranks
         self.ranks.update(ranks)
+        if node.name in self.workflow.step_names:
+            self.step_ranks = ranks
 
     def note_answer(self, node: Node) -> None:
         """Note that a node's oldest run in flight has been answered. To be called before progress is changed."""
@@ -321,6 +324,7 @@ class Request:
         if rank in self.ranks:
             self.has_lost_rank = True
             self.fixed_inputs.clear()
+            self.step_ranks = () if rank in self.step_ranks else self.step_ranks
             self.sent_to = {run: tuple(r for r in ranks if r != rank) for run, ranks in self.sent_to.items()}
 
     @property

@@ -8,15 +8,12 @@ from typing import get_args
 
 import pytest
 from fakes import MODEL, PIXELS, make_edit, make_hires_edit, make_mask_request, make_selecting_edit, with_spec
-from hypothesis import given
-from hypothesis import strategies as st
 from load_reports import COSTS, SLOW_COSTS, load, make_costs, make_report, make_shape
 from msgspec.structs import replace
 from run_workflows import DIAMOND, run_request
 
 from core.config import CLASS_SECONDS, RouterPolicy
 from core.costs.cost_model import FEATURES, CostKey, CostModel, features_of
-from core.costs.forecast import until_free
 from core.costs.load_report import EngineCosts, ResidentPages
 from core.graph.work import Work
 from core.messages.engine import PrimeTemplate
@@ -37,34 +34,6 @@ SCHEME = PageScheme(
     mask_margin=8,
     full_steps=0,
 )
-
-
-def brute_force(loads: list[tuple[float, float]], num_slots: int, base: float) -> tuple[float, list[float]]:
-    """Seconds until a slot is free, and steps left in the others, computed step by step."""
-    waiting, running, elapsed = [list(one) for one in loads], [], 0.0
-    while True:
-        while waiting and len(running) < num_slots:
-            running.append(waiting.pop(0))
-        if len(running) < num_slots:
-            return elapsed, sorted(steps for steps, _ in running)
-        elapsed += base + sum(seconds for _, seconds in running)
-        for one in running:
-            one[0] -= 1
-        running = [one for one in running if one[0] > 0]
-
-
-@given(
-    loads=st.lists(st.tuples(st.integers(1, 12), st.floats(0.0, 1.0)), max_size=20),
-    num_slots=st.integers(1, 5),
-    base=st.floats(0.0, 1.0),
-)
-def test_the_next_free_slot_is_that_of_a_step_by_step_run(
-    loads: list[tuple[float, float]], num_slots: int, base: float
-) -> None:
-    seconds, left = until_free(loads, num_slots, base)
-    expected, steps = brute_force(loads, num_slots, base)
-    assert seconds == pytest.approx(expected)
-    assert sorted(steps for steps, _ in left) == steps
 
 
 def test_features_are_those_of_the_cost_model() -> None:

@@ -83,3 +83,11 @@ def test_masks_have_the_means_they_are_named_for(masks: str, mean: float) -> Non
 def test_capacity_is_that_of_full_batches_with_all_pages_there() -> None:
     mean = MASKS["reference"](np.random.default_rng(0), 200_000).mean() * IMAGE_TOKENS + TEXT_TOKENS
     assert 8 * 8 / (28 * (0.006 + 8 * 0.1 * mean / 4608)) == pytest.approx(REFERENCE.capacity)
+
+
+def test_engines_of_several_ranks_are_predicted_and_used_as_such() -> None:
+    scenario = replace(SMALL, num_engines=3, ranks=(1, 4, 1), num_edits=150, load=0.6)
+    aware, fewest = (Cluster(scenario, policy, 0).run() for policy in ("mask-aware", "least-requests"))  # type: ignore[arg-type]
+    errors = [abs(1 - said / took) for said, took in zip(aware.predicted, aware.latencies, strict=True) if said]
+    assert np.median(errors) < 0.02
+    assert np.mean(aware.latencies) < 0.9 * np.mean(fewest.latencies)

@@ -76,7 +76,7 @@ class Ddit(SchedulingPolicy):
         for name in sorted(self._wanted, key=lambda name: -self._starved[name]):
             ranks, degree = self._groups.get(name, ()), self._wanted[name][0]
             while degree > len(ranks) > 0:
-                larger = buddies.take_around(ranks, degree)
+                larger = take_around(buddies, ranks, degree)
                 if larger is not None:
                     self._groups[name] = larger
                     break
@@ -116,3 +116,12 @@ class Ddit(SchedulingPolicy):
 
 def _has_steps_in_flight(request: Request) -> bool:
     return any(name in request.progress.in_flight for name in request.workflow.step_names)
+
+
+def take_around(buddies: Buddies, ranks: RankIds, size: int) -> RankIds | None:
+    """Exchange a held set for the set of `size` ranks that contains it; None if any other rank of that is not free."""
+    first = ranks[0] & -size
+    if not buddies.are_free({*range(first, first + size)}.difference(ranks)):
+        return None
+    buddies.give(ranks)
+    return buddies.take_this(first, size)

@@ -87,8 +87,7 @@ class Default(SchedulingPolicy):
         is_new = self._needs_plan(view)
         if is_new:
             self._make_plan(view, now)
-        is_whole = is_new or (bool(self._apart) and self._groups.awaits_overdue(view))
-        again = None if is_whole else self._repeated.next(view, self._plan, self._apart, self._moving)
+        again = None if is_new else self._repeated.next(view, self._plan, self._apart, self._moving)
         if again is None and not is_new and self._is_stale(view):
             self._make_plan(view, now)
         decisions: Sequence[Decision] = self._over_all(view, now) if again is None else again
@@ -96,8 +95,9 @@ class Default(SchedulingPolicy):
             self._make_plan(view, now)
             decisions = self._over_all(view, now)
         given = (item for each in decisions if isinstance(each, Dispatch) for item in each.items)
-        if any(request.progress.steps_left == 1 for request, _ in given):
+        if last := [request.id for request, _ in given if request.progress.steps_left == 1]:
             self._is_slot_left = True
+            self._has_room |= not self._apart.isdisjoint(last)  # which have no lane whose next request follows
             self._repeated.forget()  # another request may begin
         return [*self._given_up(), *decisions]
 
@@ -161,7 +161,7 @@ class Default(SchedulingPolicy):
         if self._is_slot_left:
             self._is_slot_left = False
             self._has_room |= not plan.refill_slots()
-        if not self._has_room and plan.served:
+        if not self._has_room and (plan.served or not self._costs):
             return False
         self._has_room = False
         served = {request.id for request in plan.served}

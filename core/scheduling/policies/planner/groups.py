@@ -12,7 +12,7 @@ from core.config import PATIENCE_SECONDS
 from core.graph.workflow import op_of
 from core.handles import RankIds
 from core.scheduling.policies.buddies import power_of_two
-from core.scheduling.policies.planner.rank_plan import Contender, better_to_wait, degrees, moves, plan
+from core.scheduling.policies.planner.rank_plan import Contender, degrees, moves, plan
 from core.scheduling.policies.planner.step_homes import StepCost
 from core.scheduling.policies.step_speeds import Speeds, StepSpeeds
 from core.scheduling.requests.deadlines import due
@@ -156,8 +156,6 @@ class Groups:
         self.moving = frozenset[int]()
         """The ranks of those that did not have the ranks that were planned for them at the last `choose`, and the
         planned ones."""
-        self._awaited = frozenset[int]()
-        """The busy ranks for which others were left idle at the last `choose`."""
 
     def note_done(self, request_id: str, ranks: RankIds) -> None:
         """Note the ranks of a batch that has ended, with a request. One that is not large, or has ended, is ignored."""
@@ -190,20 +188,13 @@ class Groups:
         contenders = self._with_lanes(view, list(self._contenders(view, queue, now)))
         places = plan(contenders, view.ranks)
         groups = moves(contenders, places, view.ranks)
-        waiting = better_to_wait(contenders, places, groups, view.seconds_left)
         self.moving = frozenset(
             rank
             for each in contenders
-            if each.name in waiting or groups.get(each.name, each.held) != places.get(each.name)
+            if groups.get(each.name, each.held) != places.get(each.name)
             for ranks in (groups.get(each.name, each.held), places.get(each.name, ()))
             for rank in ranks
         )
-        by_id, awaited = {request.id: request for request in queue}, set[int]()
-        for name, others in waiting.items():
-            if name in by_id and _only_makes_steps(view, by_id[name]):
-                del groups[name]
-                awaited |= others
-        self._awaited = frozenset(awaited)
         for contender in contenders:
             if contender.is_running and places.get(contender.name) == contender.held:
                 groups[contender.name] = contender.held  # its next step may be queued behind the running one
@@ -211,10 +202,6 @@ class Groups:
         self.lanes = lanes or self.lanes
         groups = {name: ranks for name, ranks in groups.items() if not name.startswith(LANE)}
         return groups, [request for request in queue if request.id in groups], lanes
-
-    def awaits_overdue(self, view: View) -> bool:
-        """Whether a rank for which others were left idle is overdue, so that it may be better not to wait any more."""
-        return any((seconds := view.seconds_left(rank)) is None or seconds < 0 for rank in self._awaited)
 
     @property
     def has_small(self) -> bool:
@@ -461,9 +448,3 @@ def _makes_steps(view: View, request: Request, steps: int) -> bool:
 def _is_beside(request: Request, node: str) -> bool:
     """Whether a node works for steps, perhaps on a rank beside theirs."""
     return op_of(request.workflow.node(node)).serves_step
-
-
-def _only_makes_steps(view: View, request: Request) -> bool:
-    """Whether the only work that is ready for the request is its next denoising step, or works for that."""
-    names, ready = request.workflow.step_names, view.ready(request)
-    return bool(ready) and all(node.name in names for node in ready)

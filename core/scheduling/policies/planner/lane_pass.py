@@ -130,15 +130,15 @@ class LanePass(StepPass):
             for node in ready
             if (request.id, node.name) not in chosen
         ]
-        later = [self._ranks_of(request, node) for request, node in left if self._is_later_step(request, node)]
+        later = [self._ranks_of(request, node) for request, node in left if self._is_for_later(request, node)]
         others = {each.id for each in self.plan.others if each.status is Status.WAITING and each.is_live}
         is_all = len(later) == len(left) and others <= {name for name, _ in chosen}
         return WholePass(decisions, is_all, frozenset(rank for ranks in later for rank in ranks))
 
-    def _is_later_step(self, request: Request, node: Node) -> bool:
-        """Whether a node is a step on ranks of which some are not open."""
-        is_step = node.name in request.workflow.step_names
-        return is_step and not self.view.open_ranks.issuperset(self._ranks_of(request, node))
+    def _is_for_later(self, request: Request, node: Node) -> bool:
+        """Whether a node is for ranks of which some are not open, whichever others are."""
+        goes_where_open = op_of(node).has_own_ports or op_of(node).serves_step
+        return not goes_where_open and not self.view.open_ranks.issuperset(self._ranks_of(request, node))
 
     def run(self) -> list[Decision]:
         """All that is chosen. But of a rank that makes no steps while others do, only the batch that takes least time:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from core.handles import RankIds
@@ -10,10 +10,6 @@ from core.scheduling.policies.buddies import Buddies, power_of_two
 
 MIN_REDUCTION = 0.1
 """A request gets ranks that no other one needs only if they save at least this share of its time."""
-
-
-SecondsLeft = Callable[[int], float | None]
-"""Busy rank -> predicted seconds until it has done its work; below 0: it is overdue; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,54 +137,3 @@ def moves(contenders: Sequence[Contender], places: Mapping[str, RankIds], ranks:
         elif taken := buddies.take_at_most(len(places[contender.name])):
             now[contender.name] = taken
     return now
-
-
-def better_to_wait(
-    contenders: Sequence[Contender],
-    places: Mapping[str, RankIds],
-    now: Mapping[str, RankIds],
-    seconds_left: SecondsLeft,
-) -> dict[str, set[int]]:
-    """Contenders that should leave the ranks that they can have now idle: their buddies will soon be free for them,
-    too, and a step on both halves then ends sooner than a step on one half now. By name, these buddies.
-
-    places, now: from `plan` and `moves`.
-    """
-    soon_free, found = _soon_free(contenders, places), dict[str, set[int]]()
-    owners = {rank: each.name for each in contenders if not each.is_ending for rank in places.get(each.name, ())}
-    for contender in contenders:
-        if contender.is_running:
-            continue
-        if (taken := now.get(contender.name)) is None:
-            break  # it gets the ranks that become free before any later one
-        degree = 2 * len(taken)
-        others = set(range(first := taken[0] & -degree, first + degree)) - set(taken)
-        are_for_it = others <= soon_free and all(owners.get(rank, contender.name) == contender.name for rank in others)
-        if degree <= contender.first and are_for_it and _is_sooner(contender, degree, others, seconds_left):
-            found[contender.name] = others
-    return found
-
-
-def _soon_free(contenders: Sequence[Contender], places: Mapping[str, RankIds]) -> set[int]:
-    """Ranks that will be free when their batch ends: those of contenders that are ending, and those that a contender
-    leaves for its planned ranks. One whose planned ranks are still busy may have to stay, so its ranks do not count.
-    """
-    running = [contender for contender in contenders if contender.is_running]
-    busy, found = {rank for contender in running for rank in contender.held}, set[int]()
-    for contender in running:
-        place = set(places.get(contender.name, ()))
-        if contender.is_ending:
-            found.update(contender.held)
-        elif not busy & (place - set(contender.held)):  # otherwise it may have to stay
-            found.update(set(contender.held) - place)
-    return found
-
-
-def _is_sooner(contender: Contender, degree: int, others: Collection[int], seconds_left: SecondsLeft) -> bool:
-    """Whether a step at this degree that begins when these other ranks are free ends before a step at half the degree
-    that begins now. Overdue work is expected to take as much longer as it is overdue already.
-    """
-    soon, now = contender.step_seconds.get(degree), contender.step_seconds.get(degree // 2)
-    if not (contender.steps and soon and now):
-        return False
-    return all((seconds := seconds_left(rank)) is not None and abs(seconds) + soon < now for rank in others)

@@ -22,7 +22,7 @@ class WholePass(NamedTuple):
 
     decisions: Sequence[Decision]
     is_all: bool  # nothing is left that may run now
-    later: frozenset[int]  # ranks of steps that are left, because not all of these were open
+    later: frozenset[int]  # ranks of nodes that are left, because not all of these were open
 
 
 class RepeatedSteps:

@@ -65,6 +65,16 @@ def test_sets_of_ranks_load_beside_each_other() -> None:
     ]
 
 
+def test_which_ranks_can_make_steps_is_told_where_not_all_can() -> None:
+    rig = Rig("a", seconds=0.5, models=MANY, ranks=2, set_size=1)
+    times = LoadTimes(rig.bindings, rig.residency)
+    assert {load.ranks for load in times.take(())[1]} == {()}
+    rig.note_loaded(1, transformer("b"))
+    assert [(load.name, load.state, load.ranks) for load in times.take(())[1]] == [("b", "loaded", (1,))]
+    rig.note_loaded(0, transformer("b"))
+    assert [(load.name, load.state, load.ranks) for load in times.take(())[1]] == [("b", "loaded", ())]
+
+
 def test_only_changes_are_told() -> None:
     rig = Rig("a", seconds=0.5, models=MANY)
     times = LoadTimes(rig.bindings, rig.residency)

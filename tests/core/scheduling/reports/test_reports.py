@@ -282,3 +282,26 @@ def test_the_costs_of_shared_components_are_reported_for_every_model() -> None:
     assert [(line.model, line.op) for line in costs.lines] == [("m", "decode"), ("twin", "decode"), ("twin", "denoise")]
     assert scheduler.cost.predict(scheduler.cost_key("m", "decode"), Work.of([300])) == pytest.approx(0.5)
     assert scheduler.cost.predict(scheduler.cost_key("other family", "decode"), Work.of([300])) == 0
+
+
+def test_the_rank_of_an_edits_steps_is_reported_until_it_ends_or_the_rank_dies() -> None:
+    scheduler = make_scheduler(2)
+    workers = FakeWorkers(2)
+    assert sent(scheduler).lanes == (0, 1)
+    for name in ("a", "b"):
+        scheduler.add(make_edit(name, steps=3))
+    seen = dict[str, list[tuple[int, ...]]]()
+    while scheduler.counts != (0, 0):
+        plan = scheduler.schedule(0.0)
+        if plan is not None:
+            workers.submit(plan)
+        for rank in (0, 1):
+            for result in workers.run_one(rank):
+                (scheduler.apply if isinstance(result, BatchResult) else scheduler.apply_transfer)(result)  # type: ignore[arg-type]
+                for name, load in sent(scheduler).running.items():
+                    seen.setdefault(name, []).append(load.ranks)
+    assert [set(seen[name]) for name in ("a", "b")] in ([{(), (0,)}, {(), (1,)}], [{(), (1,)}, {(), (0,)}])
+    assert all(ranks == sorted(ranks) for ranks in seen.values()), "they are known from the first step on"
+    assert not sent(scheduler).running
+    scheduler.lose_rank(0, Failure("engine_dead", "it died"), 0.0)
+    assert sent(scheduler).lanes == (1,)

@@ -22,7 +22,7 @@ from benchmarks.simulation.engine import Ranks, SimulatedEngine
 from benchmarks.simulation.machine import FrozenCosts
 from benchmarks.simulation.ranks import BatchEnded, RankClocks
 from core.config import CacheConfig, SchedulerConfig, SchedulingPolicyName
-from core.costs.step_profiles import useful_degree
+from core.costs.useful_degree import useful_degree
 from core.failure import Failure
 from core.graph.work import Work
 from core.messages.engine import EngineRequest, Finished
@@ -272,15 +272,6 @@ def test_default_takes_ranks_back_when_others_need_them() -> None:
     assert 1 in sizes[4:12]
     assert sizes[-1] == 4
     assert all(_start(site, str(index)) < 2.0 + SECONDS[LARGE] for index in range(3))
-
-
-def test_a_request_waits_for_another_ones_decoding_if_its_step_is_done_sooner_then() -> None:
-    """Its first step on one rank is done 0.1 s before. Another one would take 0.4 s, and 0.205 with two ranks."""
-    site = Site("default", 2, Times(decode=0.5))
-    site.serve([picture("first", MIDDLE, 4), picture("second", MIDDLE, 5)])
-    assert site.ranks_of("second") == [(1,), *[(0, 1)] * 4]
-    second = next(step for step in site.clocks.steps if step.ranks == (0, 1) and "second" in step.requests)
-    assert second.started == pytest.approx(site.ends["first"], abs=0.01)
 
 
 def test_short_requests_go_first_in_a_burst() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from core.scheduling.policies.buddies import Buddies
-from core.scheduling.policies.planner.rank_plan import Contender, better_to_wait, degrees, moves, plan
+from core.scheduling.policies.planner.rank_plan import Contender, degrees, moves, plan
 
 SPEEDS = {1: 1.0, 2: 1.9, 4: 3.5, 8: 5.0}
 
@@ -67,29 +66,6 @@ def test_moves_leave_alone_what_runs(state: tuple[list[Contender], list[int]]) -
     assert not {each.name for each in contenders if each.is_running} & set(now)
 
 
-@given(states(), st.lists(st.one_of(st.none(), st.floats(-1.0, 1.0)), min_size=16, max_size=16))
-def test_a_request_waits_for_ranks_that_its_buddies_leave_alone(
-    state: tuple[list[Contender], list[int]], left: list[float | None]
-) -> None:
-    """And none while an earlier one has no ranks at all, which will get those."""
-    contenders, ranks = state
-    places = plan(contenders, ranks)
-    now = moves(contenders, places, ranks)
-    waiting = better_to_wait(contenders, places, now, left.__getitem__)
-    assert waiting.keys() <= now.keys()
-    running = {rank: each for each in contenders if each.is_running for rank in each.held}
-    for index, each in enumerate(contenders):
-        if each.name not in waiting:
-            continue
-        taken = now[each.name]
-        buddies = set(range(first := taken[0] & -2 * len(taken), first + 2 * len(taken))) - set(taken)
-        assert waiting[each.name] == buddies
-        assert buddies <= running.keys()
-        assert all(left[rank] is not None for rank in buddies)
-        assert each.first >= 2 * len(taken)
-        assert all(other.is_running or other.name in now for other in contenders[:index])
-
-
 def test_ranks_that_nobody_wants_go_to_those_that_save_most() -> None:
     assert degrees([contender("long", 30), contender("short", 3)], 3) == [2, 1]
     assert degrees([contender("alone", 30)], 8) == [8]
@@ -109,41 +85,3 @@ def test_a_request_waits_for_ranks_on_which_another_one_still_runs() -> None:
     grows, leaves = contender("grows", first=2, held=(0,)), contender("leaves", held=(1,), is_running=True)
     assert moves([grows, leaves], {"grows": (0, 1)}, range(2)) == {"grows": (0,)}
     assert moves([grows], {"grows": (0, 1)}, range(2)) == {"grows": (0, 1)}
-
-
-@pytest.mark.parametrize(("left", "waits"), [(0.46, True), (0.48, False), (-0.46, True), (-0.48, False), (None, False)])
-def test_a_step_waits_for_a_second_rank_if_it_is_done_sooner_with_it(left: float | None, waits: bool) -> None:
-    """A step takes 1 s on one rank, and 0.53 on two."""
-    contenders = [ending("ends", 1), contender("grows", first=2, held=(0,))]
-    places = plan(contenders, range(2))
-    now = moves(contenders, places, range(2))
-    assert now == {"grows": (0,)}
-    assert better_to_wait(contenders, places, now, {1: left}.get) == ({"grows": {1}} if waits else {})
-
-
-def test_no_step_waits_for_ranks_that_others_keep_or_get() -> None:
-    soon = dict.fromkeys(range(4), 0.0).get
-    grows, stays = contender("grows", first=2, held=(0,)), contender("stays", held=(1,), is_running=True)
-    assert not better_to_wait([grows, stays], {"grows": (0,), "stays": (1,)}, {"grows": (0,)}, soon)
-    assert better_to_wait([grows, stays], {"grows": (0, 1), "stays": (2,)}, {"grows": (0,)}, soon) == {"grows": {1}}
-    other, leaves = contender("other"), {"stays": (2,)}
-    assert better_to_wait([stays, grows, other], leaves, {"grows": (0,)}, soon) == {"grows": {1}}
-    assert not better_to_wait([stays, grows, other], leaves | {"other": (1,)}, {"grows": (0,)}, soon), (
-        "it is the other's"
-    )
-    assert not better_to_wait([stays, other, grows], leaves, {"grows": (0,)}, soon), (
-        "the other, which has none, comes first"
-    )
-    blocks = contender("blocks", held=(2,), is_running=True)
-    assert not better_to_wait([stays, grows, blocks], leaves | {"blocks": (2,)}, {"grows": (0,)}, soon), (
-        "it may have to stay"
-    )
-    done = contender("done", steps=0, first=2, held=(0,))
-    assert not better_to_wait([stays, done], leaves, {"done": (0,)}, soon)
-    assert not better_to_wait([contender("one", first=1, held=(0,)), ending("ends", 1)], {}, {"one": (0,)}, soon)
-
-
-def test_a_request_that_is_due_asks_for_the_ranks_that_it_needs() -> None:
-    """Ten steps of 1 s, and 1 s besides."""
-    assert [contender("a").degree_within(limit) for limit in (11.0, 10.0, 5.0, 3.0, 2.0)] == [1, 2, 4, 8, 1]
-    assert contender("a", steps=0).degree_within(0.5) == 1

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from ranks_that_die import Site, check_finished, run_until
 
 from core.graph.work import Work
-from core.handles import RankIds
 from core.messages.worker import CostSample
 from core.scheduling.policies.planner.default import Default
 from core.scheduling.policies.planner.plan import Plan
@@ -137,42 +136,21 @@ def test_a_request_does_not_wait_for_a_plan_while_a_rank_is_free() -> None:
         assert site.scheduler._requests[newcomer].ranks == {rank}
 
 
-def profile_of_groups() -> Iterator[CostSample]:
-    """Two ranks make the largest steps in half the time. The smallest ones are shared. Decoding takes 0.1 s."""
-    for tokens, of_degree in {88: {1: 0.1}, 280: {1: 0.4}, 1048: {1: 4.0, 2: 2.0}}.items():
-        for degree, seconds in of_degree.items():
-            yield CostSample("m", "transformer", "denoise", Work.of([tokens]), seconds, is_profile=True, degree=degree)
-        seconds = of_degree[1] * (1.1 if tokens == 88 else 2.0)
-        yield CostSample("m", "transformer", "denoise", Work.of([tokens] * 2), seconds, is_profile=True)
-    for tokens in (1, 1024):
-        yield CostSample("m", "vae", "decode", Work.of([tokens]), 0.1, is_profile=True)
-
-
-def test_a_rank_is_not_left_idle_for_one_that_is_overdue() -> None:
-    """A request waits for a second rank that decodes. When that takes longer than two ranks would save, it begins,
-    although the other ranks go on with the same steps.
-    """
-    site = Site(Random(0), 4, Default(), max_plans_in_flight=1)
-    site.scheduler.learn(profile_of_groups())
-
-    def run_round(without: RankIds = ()) -> None:
-        for rank in {0, 1, 2, 3}.difference(without):
-            site.answer(rank)
-        site.schedule()
-
-    for name, tokens in (("shared", 64), ("alone", 256)):
-        site.scheduler.add(make_edit(name, steps=200, num_tokens=tokens))
-    run_until(site, lambda: site.workers.steps_done("alone") >= 3)
-    site.scheduler.add(make_edit("ends", steps=2, num_tokens=256))
-    while ("decode", 0) not in site.scheduler._requests["ends"].sent_to:
-        run_round()
-    (rank,) = decoding = site.scheduler._requests["ends"].sent_to["decode", 0]
-    site.scheduler.add(make_edit("waits", steps=200, num_tokens=1024))
-    for _ in range(20):
-        run_round(without=decoding)
-    waits = site.scheduler._requests["waits"]
-    assert waits.ranks == {rank ^ 1}
-    assert not waits.sent_to
-    site.now = 5.0
-    run_round(without=decoding)
-    assert set(waits.sent_to) == {("denoise", 1)}
+def test_steps_are_repeated_where_all_requests_are_large() -> None:
+    """Each has a rank, and the third one begins when the first has made its last step."""
+    policy = Default()
+    site = Site(Random(0), 2, policy, max_plans_in_flight=1, max_num_seqs=2)
+    for rows in (1, 2):
+        work = Work.of([1048] * rows)
+        site.scheduler.learn([CostSample("m", "transformer", "denoise", work, 4.0 * rows, is_profile=True)])
+    for name, number in (("first", 20), ("second", 60), ("third", 60)):
+        site.scheduler.add(make_edit(name, steps=number, num_tokens=1024))
+    with compared(policy) as were_repeated:
+        run_until(site, lambda: site.workers.steps_done("first") >= 3)
+        assert policy._apart == {"first", "second", "third"}
+        were_repeated.clear()
+        run_until(site, lambda: site.workers.steps_done("first") >= 15)
+        assert sum(were_repeated) > 0.8 * len(were_repeated) > 8
+        run_until(site, lambda: site.workers.steps_done("third") >= 1)
+        assert site.workers.steps_done("second") < 60
+    site.finish()
