@@ -11,7 +11,7 @@ typedef int32_t pair __attribute__((aligned(2), may_alias));
 typedef int32_t pairs __attribute__((vector_size(64), aligned(2), may_alias));
 
 #define HALF_DEPTH 1280 /* inputs at a time: a panel's weights fit the second-level cache */
-#define TILE_KEYS 96    /* keys at a time: even, so that pairs of keys are of one tile */
+#define TILE_KEYS 192   /* keys at a time: even, so that pairs of keys are of one tile */
 #define MOST_KEYS 16    /* keys whose scores are computed together, at most */
 
 static inline vec dot(vec sum, pairs x, pairs y) {
@@ -186,11 +186,10 @@ void stencil_half_narrow_linear(const half *x, long x_step, int rows, int inputs
 
 /* ---------------------------------------------------------------------------------------------------- attention */
 
-/* 2^x within 2^-12 of its value, an eighth of what bfloat16 resolves; for x below -126 as for -126. */
+/* 2^x within 2^-12 of its value, an eighth of what bfloat16 resolves; 0 or denormal for x below -126. */
 static inline vec power_of_two(vec x) {
-    __m512 bounded = (__m512)larger(x, all(-126.0f));
-    __m512 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    vec r = (vec)bounded - (vec)whole;
+    __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    vec r = x - (vec)whole;
     vec p = 1.0f + r * (0.69330322f + r * (0.24198009f + r * 0.05472473f));
     return (vec)_mm512_scalef_ps((__m512)p, whole);
 }

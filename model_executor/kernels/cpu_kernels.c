@@ -49,9 +49,8 @@ typedef int32_t ints __attribute__((vector_size(64), aligned(4)));
 static inline vec load(const float *p) { return *(const vec *)p; }
 static inline void store(float *p, vec x) { *(vec *)p = x; }
 static inline vec all(float x) { return (vec){} + x; }
-static inline vec choose(ints where, vec x, vec y) { return (vec)(((ints)x & where) | ((ints)y & ~where)); }
-static inline vec larger(vec x, vec y) { return choose(x > y, x, y); }
-static inline vec smaller(vec x, vec y) { return choose(x < y, x, y); }
+static inline vec larger(vec x, vec y) { return (vec)_mm512_max_ps((__m512)x, (__m512)y); }  /* x > y ? x : y */
+static inline vec smaller(vec x, vec y) { return (vec)_mm512_min_ps((__m512)x, (__m512)y); } /* x < y ? x : y */
 
 typedef uint16_t halves __attribute__((vector_size(32), aligned(2)));
 typedef uint32_t words __attribute__((vector_size(64), aligned(4)));

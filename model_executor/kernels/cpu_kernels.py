@@ -35,7 +35,7 @@ PANEL = 64
 LANES = 16
 QUERIES = 64
 MIN_KEYS = 16
-TILE_KEYS = 96
+TILE_KEYS = 192
 HALF_DEPTH = 1280
 
 _FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast", "-shared", "-fPIC")
