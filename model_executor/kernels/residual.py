@@ -81,14 +81,16 @@ class Residual:
     def _add_by(self, kernels: Kernels, addition: Addition) -> None:
         where, y, gate, _, norm_eps = addition
         changes = y.contiguous().split([stop - start for start, stop in where])
-        for piece, change, factor in zip(pieces(self._hidden, where), changes, gate.unbind(), strict=True):
+        gates = gate.to(self._hidden.dtype).unbind()
+        for piece, change, factor in zip(pieces(self._hidden, where), changes, gates, strict=True):
             kernels.add_gated_(piece, change, factor, norm_eps)
 
     def _normed_by(self, kernels: Kernels, eps: float, norm: Norm) -> Tensor:
-        lengths = [stop - start for start, stop in norm.where]
+        lengths, dtype = [stop - start for start, stop in norm.where], self._hidden.dtype
         out = self._hidden.new_empty(sum(lengths), self._hidden.shape[1])
-        shifts = [None] * len(lengths) if norm.shift is None else norm.shift.unbind()
-        parts = zip(pieces(self._hidden, norm.where), norm.factor.unbind(), shifts, out.split(lengths), strict=True)
+        factors = norm.factor.to(dtype).unbind()
+        shifts = [None] * len(lengths) if norm.shift is None else norm.shift.to(dtype).unbind()
+        parts = zip(pieces(self._hidden, norm.where), factors, shifts, out.split(lengths), strict=True)
         for piece, factor, shift, its in parts:
             kernels.norm(piece, eps, factor, shift, its)
         return out
