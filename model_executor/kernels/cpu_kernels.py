@@ -112,14 +112,6 @@ class PageKernels:
         self.digest = digest
         self._interpolate = _function(library, "stencil_interpolate")
 
-    def can_read(self, out: Tensor) -> bool:
-        """Whether `Kernels.read` can write to this tensor, [2, heads, tokens, head dim]."""
-        return False
-
-    def read(self, near: Tensor, near_scale: Tensor, far: Tensor | None, far_scale: Tensor | None, out: Tensor) -> None:
-        """See `Kernels.read`, of those kernels whose `can_read` allows it."""
-        raise NotImplementedError
-
     def interpolate(self, near: Tensor, near_scale: Tensor, far: Tensor, far_scale: Tensor, out: Tensor) -> None:
         """Write near_scale * near + far_scale * far to out. near, far: int8 [2, heads, tokens, head dim]; scales:
         float32 [2, heads, tokens, 1]; out: float32 of the shape of near, with a constant stride between heads, also of
@@ -147,9 +139,6 @@ class Kernels(PageKernels):
         self._norm, self._add_gated = of["half_norm"], of["half_add_gated"]
         self._quantise, self._gelu, self._swiglu = of["quantise"], of["gelu"], of["swiglu"]
         self._tile_sums, self._moments, self._norm_silu = of["tile_sums"], of["moments"], of["norm_silu"]
-
-    def can_read(self, out: Tensor) -> bool:
-        return out.dtype == torch.bfloat16 and out.shape[3] % LANES == 0
 
     def read(self, near: Tensor, near_scale: Tensor, far: Tensor | None, far_scale: Tensor | None, out: Tensor) -> None:
         """As `interpolate`, to bfloat16, see `can_read`; without far, near_scale * near."""
@@ -318,6 +307,11 @@ def can_multiply(dtype: torch.dtype, inputs: int, outputs: int) -> bool:
     if dtype == torch.bfloat16:
         return inputs % 2 == 0 and _multiplies_bfloat16()
     return dtype == torch.float32 and outputs % PANEL == 0
+
+
+def can_read(out: Tensor) -> bool:
+    """Whether `Kernels.read` can write to this tensor, [2, heads, tokens, head dim]."""
+    return out.dtype == torch.bfloat16 and out.shape[3] % LANES == 0
 
 
 def can_rotate(x: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.kernels.attention import KeysValues
-from model_executor.kernels.cpu_kernels import PageKernels
+from model_executor.kernels.cpu_kernels import Kernels, PageKernels, can_read
 
 INT8_MAX = 127
 
@@ -97,7 +97,7 @@ class PageReader:
         if self._wait is not None:
             self._wait(block)
         scales = None if self._near_scales is None else self._near_scales(block)
-        if scales is not None and self._kernels is not None and self._kernels.can_read(out):
+        if scales is not None and isinstance(self._kernels, Kernels) and can_read(out):
             self._kernels.read(self._near[block], scales, *self._further(block), out)
             return
         wide = out if out.dtype == torch.float32 else torch.empty_like(self._room)
