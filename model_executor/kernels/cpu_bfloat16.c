@@ -45,11 +45,6 @@ static inline void end_products(unsigned before) {
     (void)before;
 }
 
-/* The first `count` of LANES numbers, which may be less than 0 or more than LANES. */
-static inline __mmask16 first_ones(int count) {
-    return count >= LANES ? 0xffff : count < 1 ? 0 : (__mmask16)((1u << count) - 1);
-}
-
 static inline vec widen_some(const half *p, __mmask16 some) {
     return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, p)), 16);
 }
@@ -62,14 +57,13 @@ static inline pairs side_by_side(halves x, halves y) {
 
 /* ------------------------------------------------------------------------------------------------------- linear */
 
-/* M x PANEL outputs over `depth` inputs. room: their sums, [M, PANEL], read unless it is the first part of the inputs.
- * bias: of the last part, after which `columns` outputs are complete; 0: sums are written to room. */
+/* Sums of M x PANEL outputs over `depth` inputs, added to those in `sums`, [M, PANEL], unless they are the first. */
 #define DEFINE_HALF_TILE(M)                                                                                            \
     static void half_tile_##M(const half *x, long x_step, int depth, const half *weight, const half *next, int first,  \
-                              float *room, const half *bias, int gelu, int columns, half *out, long out_step) {        \
+                              float *sums) {                                                                           \
         vec sum[M][4];                                                                                                 \
         for (int i = 0; i < M; i++)                                                                                    \
-            for (int v = 0; v < 4; v++) sum[i][v] = first ? all(0) : load(room + i * PANEL + v * LANES);               \
+            for (int v = 0; v < 4; v++) sum[i][v] = first ? all(0) : load(sums + i * PANEL + v * LANES);               \
         for (int k = 0; k < depth; k += 2) {                                                                           \
             pairs w[4];                                                                                                \
             _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++) w[v] = load_pairs(weight + k * PANEL + v * 2 * LANES); \
@@ -80,16 +74,7 @@ static inline pairs side_by_side(halves x, halves y) {
             }                                                                                                          \
         }                                                                                                              \
         for (int i = 0; i < M; i++)                                                                                    \
-            for (int v = 0; v < 4; v++) {                                                                              \
-                if (!bias) {                                                                                           \
-                    store(room + i * PANEL + v * LANES, sum[i][v]);                                                    \
-                    continue;                                                                                          \
-                }                                                                                                      \
-                __mmask16 some = first_ones(columns - v * LANES);                                                      \
-                vec y = sum[i][v] + widen_some(bias + v * LANES, some);                                                \
-                halves result = rounded(gelu ? gelu_of(y) : y);                                                        \
-                _mm256_mask_storeu_epi16(out + i * out_step + v * LANES, some, (__m256i)result);                       \
-            }                                                                                                          \
+            for (int v = 0; v < 4; v++) store(sums + i * PANEL + v * LANES, sum[i][v]);                                \
     }
 DEFINE_HALF_TILE(1)
 DEFINE_HALF_TILE(2)
@@ -98,27 +83,38 @@ DEFINE_HALF_TILE(4)
 DEFINE_HALF_TILE(5)
 DEFINE_HALF_TILE(6)
 
-typedef void (*HalfTile)(const half *, long, int, const half *, const half *, int, float *, const half *, int, int,
-                         half *, long);
+typedef void (*HalfTile)(const half *, long, int, const half *, const half *, int, float *);
 static const HalfTile half_tiles[] = {0, half_tile_1, half_tile_2, half_tile_3, half_tile_4, half_tile_5, half_tile_6};
 
-/* Adds the piece's additions to the sums of m rows, from `row` on, of panel `number`: [m, PANEL] in room. */
-static void add_to_sums(int m, int number, long row, const Piece *piece, const Addition *additions, float *room) {
+/* Adds the piece's additions to the sums of m rows, from `row` on, of panel `number`: [m, PANEL]. */
+static void add_to_sums(int m, int number, long row, const Piece *piece, const Addition *additions, float *sums) {
     for (const Addition *it = additions + piece->first; it < additions + piece->first + piece->count; it++) {
         if (it->columns[number] < 0) continue;
         const float *low = it->low + (row - piece->start) * it->low_step + it->columns[number];
         const float *up = it->up + (long)number * it->depth * PANEL;
-        tiles[m](low, it->low_step, (int)it->depth, up, up, 0, 0, 0, 0, room, PANEL);
+        tiles[m](low, it->low_step, (int)it->depth, up, up, 0, 0, 0, 0, sums, PANEL);
     }
+}
+
+/* The first `columns` outputs of m rows: their sums, [m, PANEL], plus bias, and activation. */
+static void half_finish(int m, const float *sums, const half *bias, int gelu, int columns, half *out, long out_step) {
+    for (int i = 0; i < m; i++)
+        for (int c = 0; c < columns; c += LANES) {
+            __mmask16 some = columns - c < LANES ? (__mmask16)((1u << (columns - c)) - 1) : 0xffff;
+            vec y = load(sums + i * PANEL + c) + widen_some(bias + c, some);
+            halves result = rounded(gelu ? gelu_of(y) : y);
+            _mm256_mask_storeu_epi16(out + i * out_step + c, some, (__m256i)result);
+        }
 }
 
 /* As stencil_linear, of any number of outputs: x, weight, bias and out in bfloat16, the additions in float32. weight:
  * [panels, inputs / 2, PANEL, 2], the last panel filled up with zeros; inputs is even. room: [rows, PANEL] numbers to
- * work in, if there are more than HALF_DEPTH inputs or any additions. */
+ * work in, if there are more than HALF_DEPTH inputs. */
 void stencil_half_linear(const half *x, long x_step, int inputs, const half *weight, const half *bias, int outputs,
                          int gelu, const Piece *pieces, int num_pieces, const Addition *additions, float *room,
                          half *out, long out_step) {
     unsigned before = begin_products();
+    float whole[ROWS * PANEL];
     for (int n = 0; n < outputs; n += PANEL) {
         int columns = outputs - n < PANEL ? outputs - n : PANEL;
         for (int k = 0; k < inputs; k += HALF_DEPTH) {
@@ -127,15 +123,13 @@ void stencil_half_linear(const half *x, long x_step, int inputs, const half *wei
             const half *next = last && n + PANEL >= outputs ? panel : panel + (long)depth * PANEL;
             for (const Piece *p = pieces; p < pieces + num_pieces; p++)
                 for (long r = p->start; r < p->stop; r += ROWS) {
-                    int m = p->stop - r < ROWS ? (int)(p->stop - r) : ROWS, is_plain = last && !p->count;
-                    const half *fetched = r < 4 * ROWS ? next + r / ROWS * 2 * LANES : panel, *rows = x + r * x_step;
-                    float *sums = room + r * PANEL;
-                    half *to = out + r * out_step + n;
-                    half_tiles[m](rows + k, x_step, depth, panel, fetched, k == 0, sums, is_plain ? bias + n : 0, gelu,
-                                  columns, to, out_step);
-                    if (!last || is_plain) continue;
+                    int m = p->stop - r < ROWS ? (int)(p->stop - r) : ROWS;
+                    const half *fetched = r < 4 * ROWS ? next + r / ROWS * 2 * LANES : panel;
+                    float *sums = inputs > HALF_DEPTH ? room + r * PANEL : whole;
+                    half_tiles[m](x + r * x_step + k, x_step, depth, panel, fetched, k == 0, sums);
+                    if (!last) continue;
                     add_to_sums(m, n / PANEL, r, p, additions, sums);
-                    half_tiles[m](rows, x_step, 0, panel, panel, 0, sums, bias + n, gelu, columns, to, out_step);
+                    half_finish(m, sums, bias + n, gelu, columns, out + r * out_step + n, out_step);
                 }
         }
     }
@@ -224,12 +218,11 @@ DEFINE_HALF_SCORES(4, 6)
 typedef void (*HalfScores)(const half *, int, int, const half *, float *);
 static const HalfScores half_scores_of[] = {0, half_scores_1, half_scores_2, half_scores_3, half_scores_4};
 
-/* Adds M queries' outputs, PANEL numbers wide, of one tile of keys, to `sums` of the tiles before, which their `shrink`
- * is multiplied to first: their weights [keys / 2, step, 2] times value [keys / 2, width, 2]. inverse: of the last tile,
- * after which outputs are complete; 0: sums are kept. */
+/* Adds M queries' outputs, PANEL numbers wide, of one tile of keys, to `sums` of the tiles before, unless it is the
+ * first: their weights [keys / 2, step, 2] times value [keys / 2, width, 2]. The sums are multiplied by `shrink` first. */
 #define DEFINE_HALF_MIX(M)                                                                                             \
     static void half_mix_##M(const half *weights, int step, const half *value, int keys, int width, int first,         \
-                             const float *shrink, float *sums, const float *inverse, half *out, long out_step) {       \
+                             const float *shrink, float *sums) {                                                       \
         vec sum[M][4];                                                                                                 \
         for (int i = 0; i < M; i++)                                                                                    \
             for (int v = 0; v < 4; v++)                                                                                \
@@ -243,12 +236,7 @@ static const HalfScores half_scores_of[] = {0, half_scores_1, half_scores_2, hal
             }                                                                                                          \
         }                                                                                                              \
         for (int i = 0; i < M; i++)                                                                                    \
-            for (int v = 0; v < 4; v++) {                                                                              \
-                if (inverse)                                                                                           \
-                    narrow(out + i * out_step + v * LANES, sum[i][v] * inverse[i]);                                    \
-                else                                                                                                   \
-                    store(sums + i * width + v * LANES, sum[i][v]);                                                    \
-            }                                                                                                          \
+            for (int v = 0; v < 4; v++) store(sums + i * width + v * LANES, sum[i][v]);                                \
     }
 DEFINE_HALF_MIX(1)
 DEFINE_HALF_MIX(2)
@@ -257,8 +245,7 @@ DEFINE_HALF_MIX(4)
 DEFINE_HALF_MIX(5)
 DEFINE_HALF_MIX(6)
 
-typedef void (*HalfMix)(const half *, int, const half *, int, int, int, const float *, float *, const float *, half *,
-                        long);
+typedef void (*HalfMix)(const half *, int, const half *, int, int, int, const float *, float *);
 static const HalfMix half_mixes[] = {0, half_mix_1, half_mix_2, half_mix_3, half_mix_4, half_mix_5, half_mix_6};
 
 /* What the softmax of `step` queries knows of the tiles of keys that it has seen. */
@@ -301,12 +288,18 @@ static void pair_rows(const half *x, int keys, int width, half *out) {
         }
 }
 
-/* As stencil_attend, in bfloat16, with scores of a tile of keys at a time (Dao et al., FlashAttention, 2022). room:
+/* turned [width / 2, step, 2] = rows [count, width], each query_step numbers after the one before; zeros beyond. */
+static void turn_queries(const half *rows, long query_step, int count, int step, int width, half *turned) {
+    for (int q = 0; q < step; q++)
+        for (int d = 0; d < width; d += 2)
+            *(pair *)(turned + d * step + 2 * q) = q < count ? *(const pair *)(rows + q * query_step + d) : 0;
+}
+
+/* As stencil_attend, in bfloat16, with the scores of a tile of keys at a time (Dao et al., FlashAttention, 2022). room:
  * (keys + 1) * width + 3 * QUERIES * width + 4 * (TILE_KEYS + MOST_KEYS) * QUERIES numbers of bfloat16 to work in. */
 void stencil_half_attend(const half *query, long query_step, int queries, int heads, int width, float scale,
                          const half *key, const half *value, int keys, half *room, half *out, long out_step) {
     unsigned before = begin_products();
-    float factor = scale * 1.44269504f, inverse[QUERIES];
     half *paired = room, *turned = paired + (long)(keys + 1) / 2 * 2 * width, *weights = turned + QUERIES * width;
     float *sums = (float *)(weights + TILE_KEYS * QUERIES), *scores = sums + QUERIES * width + MOST_KEYS * QUERIES;
     Softmax soft;
@@ -315,24 +308,21 @@ void stencil_half_attend(const half *query, long query_step, int queries, int he
         for (int begin = 0; begin < queries; begin += QUERIES) {
             int count = queries - begin < QUERIES ? queries - begin : QUERIES;
             int vectors = (count + LANES - 1) / LANES, step = vectors * LANES;
-            const half *rows = query + begin * query_step + h * width;
-            for (int q = 0; q < step; q++)
-                for (int d = 0; d < width; d += 2)
-                    *(pair *)(turned + d * step + 2 * q) = q < count ? *(const pair *)(rows + q * query_step + d) : 0;
+            turn_queries(query + begin * query_step + h * width, query_step, count, step, width, turned);
             for (int k = 0; k < keys; k += TILE_KEYS) {
-                int some = keys - k < TILE_KEYS ? keys - k : TILE_KEYS, last = k + some == keys;
+                int some = keys - k < TILE_KEYS ? keys - k : TILE_KEYS;
                 half_scores_of[vectors](key + (long)k * width, some, width, turned, scores);
-                half_soften(scores, some, step, factor, k == 0, &soft, weights);
-                if (last)
-                    for (int q = 0; q < step; q += LANES) store(inverse + q, 1.0f / load(soft.total + q));
+                half_soften(scores, some, step, scale * 1.44269504f, k == 0, &soft, weights);
                 for (int q = 0; q < count; q += ROWS) {
                     int m = count - q < ROWS ? count - q : ROWS;
                     for (int d = 0; d < width; d += PANEL)
                         half_mixes[m](weights + 2 * q, step, paired + (long)k * width + 2 * d, some, width, k == 0,
-                                      soft.shrink + q, sums + q * width + d, last ? inverse + q : 0,
-                                      out + (begin + q) * out_step + h * width + d, out_step);
+                                      soft.shrink + q, sums + q * width + d);
                 }
             }
+            for (int q = 0; q < count; q++)
+                for (int d = 0; d < width; d += LANES)
+                    narrow(out + (begin + q) * out_step + h * width + d, load(sums + q * width + d) / soft.total[q]);
         }
     }
     end_products(before);

@@ -1,10 +1,11 @@
-"""Compiled C kernels for one CPU core (`cpu_kernels.c`): page reading and, with AVX-512, the denoiser's products and
-attention, and the VAE's group norms.
+"""Compiled C kernels for one CPU core (`cpu_kernels.c`, `cpu_bfloat16.c`): page reading and, with AVX-512, the denoiser's
+products and attention, its norms in bfloat16, and the VAE's group norms.
 
 In a step of few tokens, calling oneDNN takes more time than some of its products, and so does waiting for weights from
-memory. The kernels are compiled with the machine's C compiler when they are first needed, in about half a second, and
-kept for later processes (`compiled_library.py`).
-Without a compiler, or with more than one thread, PyTorch computes instead; results differ by rounding.
+memory. And oneDNN's attention keeps scores in memory. The kernels are compiled with the machine's C compiler when they
+are first needed, in about a second, and kept for later processes (`compiled_library.py`).
+Without a compiler, or with more than one thread, PyTorch computes instead, and with AMX oneDNN multiplies bfloat16;
+results differ by rounding.
 """
 
 from __future__ import annotations
@@ -166,8 +167,7 @@ class Kernels(PageKernels):
         if x.dtype == torch.float32:
             self._linear(*operands, *tables, *result)
         else:
-            needs_room = inputs > HALF_DEPTH or len(additions) > 0
-            room = torch.empty(rows if needs_room else 0, PANEL, dtype=torch.float32)
+            room = torch.empty(rows if inputs > HALF_DEPTH else 0, PANEL, dtype=torch.float32)
             self._half_linear(*operands, *tables, room.data_ptr(), *result)
         return out
 
