@@ -1,5 +1,5 @@
-"""Compiled C kernels for one CPU core (`cpu_kernels.c`, `cpu_bfloat16.c`): page reading and, with AVX-512, the denoiser's
-products and attention, its norms in bfloat16, and the VAE's group norms.
+"""Compiled C kernels for one CPU core (`cpu_kernels.c`, `cpu_bfloat16.c`): page reading and, with AVX-512, the
+denoiser's products and attention, its norms in bfloat16, and the VAE's group norms.
 
 In a step of few tokens, calling oneDNN takes more time than some of its products, and so does waiting for weights from
 memory. And oneDNN's attention keeps scores in memory. The kernels are compiled with the machine's C compiler when they

@@ -45,7 +45,7 @@ class Residual:
     def __init__(self, hidden: Tensor, *, fused: bool, kernels: Kernels | None = None) -> None:
         """hidden: [tokens, width], changed in place. fused: see `ragged.norm_modulate`."""
         self._hidden, self._fused = hidden, fused
-        self._kernels = kernels if can_norm(hidden) else None
+        self._compiled = kernels if can_norm(hidden) else None
 
     @property
     def hidden(self) -> Tensor:
@@ -55,16 +55,16 @@ class Residual:
     def add(self, *additions: Addition) -> None:
         """Add to rows, of which no two additions have the same. Additions made together have equal norms, or none."""
         for each in additions:
-            if self._kernels is None:
+            if self._compiled is None:
                 self._add(each)
             else:
-                self._add_by(self._kernels, each)
+                self._add_by(self._compiled, each)
 
     def normed(self, eps: float, *norms: Norm) -> list[Tensor]:
         """For each norm its rows, normed: [rows, width], one span after the other. All norms are of one kind."""
-        if self._kernels is None:
+        if self._compiled is None:
             return [self._normed(eps, each) for each in norms]
-        return [self._normed_by(self._kernels, eps, each) for each in norms]
+        return [self._normed_by(self._compiled, eps, each) for each in norms]
 
     def _add(self, addition: Addition) -> None:
         where, y, gate, is_clipped, norm_eps = addition

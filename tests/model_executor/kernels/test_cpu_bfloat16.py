@@ -1,5 +1,5 @@
-"""Compiled CPU kernels in bfloat16: against float64, and compiled for CPUs without AVX512-BF16, with the same bits. Skipped
-if they cannot be compiled."""
+"""Compiled CPU kernels in bfloat16: against float64, and compiled for CPUs without AVX512-BF16, with the same bits.
+Skipped if they cannot be compiled."""
 
 from __future__ import annotations
 
@@ -186,13 +186,13 @@ def test_read(kernels: Kernels, portable: Kernels, has_far: bool, heads: tuple[i
     near_scale, far_scale = (torch.rand(2, 3, 13, 1)[:, chosen] for _ in range(2))
     room = torch.full((2, heads[1] - heads[0], 17, 32), 7.0, dtype=torch.bfloat16)
     other, out = room.clone(), room[:, :, 4:]
-    further = (far, far_scale) if has_far else (None, None)
+    far_page, its_scale = (far, far_scale) if has_far else (None, None)
     assert can_read(out)
-    kernels.read(near, near_scale, *further, out)
+    kernels.read(near, near_scale, far_page, its_scale, out)
     exact = near_scale.double() * near.double() + (far_scale.double() * far.double() if has_far else 0)
     torch.testing.assert_close(out.double(), exact, rtol=CLOSE, atol=1e-5)
     assert (room[:, :, :4] == 7.0).all()
-    portable.read(near, near_scale, *further, other[:, :, 4:])
+    portable.read(near, near_scale, far_page, its_scale, other[:, :, 4:])
     assert same_bits(other, room)
 
 
