@@ -383,13 +383,13 @@ def _interpolated(
     out: Tensor,
 ) -> None:
     """Have a function write to `out`; see `PageKernels.interpolate`."""
-    parts = near, near_scale, far, far_scale
     kinds, heads, tokens, width = near.shape
     if not near.is_contiguous():  # a part of the heads
-        for kind in range(kinds):
-            _interpolated(function, *(x if x is None else x[kind : kind + 1] for x in parts), out[kind : kind + 1])
+        for part in (slice(kind, kind + 1) for kind in range(kinds)):
+            further = (None, None) if far is None or far_scale is None else (far[part], far_scale[part])
+            _interpolated(function, near[part], near_scale[part], *further, out[part])
         return
-    pages = (None if x is None else x.data_ptr() for x in parts)
+    pages = (None if x is None else x.data_ptr() for x in (near, near_scale, far, far_scale))
     function(*pages, kinds * heads, tokens, width, out.data_ptr(), out.stride(1))
 
 

@@ -17,6 +17,7 @@ from model_executor.kernels import cpu_kernels as module
 from model_executor.kernels.attention import normalise_and_rotate_
 from model_executor.kernels.compiled_library import compiled_library
 from model_executor.kernels.cpu_kernels import (
+    LANES,
     Kernels,
     best_kernels,
     can_attend,
@@ -26,7 +27,6 @@ from model_executor.kernels.cpu_kernels import (
     can_rotate,
     pack,
 )
-from model_executor.kernels.low_rank import LANES
 
 CLOSE = 2**-8
 """Relative: rounding to bfloat16 changes a number by half of it at most."""
