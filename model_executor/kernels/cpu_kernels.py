@@ -386,8 +386,9 @@ def _interpolated(
     kinds, heads, tokens, width = near.shape
     if not near.is_contiguous():  # a part of the heads
         for part in (slice(kind, kind + 1) for kind in range(kinds)):
-            further = (None, None) if far is None or far_scale is None else (far[part], far_scale[part])
-            _interpolated(function, near[part], near_scale[part], *further, out[part])
+            far_part = None if far is None else far[part]
+            its_scale = None if far_scale is None else far_scale[part]
+            _interpolated(function, near[part], near_scale[part], far_part, its_scale, out[part])
         return
     pages = (None if x is None else x.data_ptr() for x in (near, near_scale, far, far_scale))
     function(*pages, kinds * heads, tokens, width, out.data_ptr(), out.stride(1))
