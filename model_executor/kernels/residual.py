@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from model_executor.kernels.cpu_kernels import Kernels, can_norm
-from model_executor.kernels.ragged import (
-    Span,
-    add_gated_,
-    norm_modulate,
-    pieces,
-    rms_modulate,
-    rms_scales,
-)
+from model_executor.kernels.ragged import Span, add_gated_, norm_modulate, pieces, rms_modulate, rms_scales
 
 FLOAT16_MAX = 65504.0
 
@@ -43,7 +36,8 @@ class Residual:
     """The hidden state, with PyTorch's operators, or compiled kernels where they apply."""
 
     def __init__(self, hidden: Tensor, *, fused: bool, kernels: Kernels | None = None) -> None:
-        """hidden: [tokens, width], changed in place. fused: see `ragged.norm_modulate`."""
+        """hidden: [tokens, width], changed in place. fused: see `ragged.norm_modulate`. kernels: None for PyTorch's
+        operators; what they compute is rounded once."""
         self._hidden, self._fused = hidden, fused
         self._compiled = kernels if can_norm(hidden) else None
 
