@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -186,4 +187,11 @@ def _key(source: Path, compiler: str, flags: Sequence[str], cpu: str) -> str:
     binary = Path(compiler).resolve()
     status = binary.stat()
     parts = [str(binary), status.st_size, status.st_mtime_ns, *flags, cpu]
-    return hashlib.sha256(source.read_bytes() + repr(parts).encode()).hexdigest()[:32]
+    return hashlib.sha256(_text(source) + repr(parts).encode()).hexdigest()[:32]
+
+
+def _text(source: Path) -> bytes:
+    """The file, and all files that it includes from its own folder."""
+    text = source.read_bytes()
+    included = (source.parent / name.decode() for name in re.findall(rb'^#include "(.+)"', text, re.MULTILINE))
+    return text + b"".join(map(_text, included))

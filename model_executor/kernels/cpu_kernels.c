@@ -1,5 +1,5 @@
 /* For one core: page reading, and with AVX-512 the denoiser's float32 products and attention, and the VAE's bfloat16
- * norms. cpu_kernels.py compiles them.
+ * norms. cpu_bfloat16.c, which is included last, has what denoisers compute in bfloat16. cpu_kernels.py compiles them.
  *
  * All matrices are row-major. A row of a result is computed by the same operations in the same order whatever the
  * number of rows, so that a request's bits depend neither on its batch nor on how many of its tokens are computed.
@@ -49,9 +49,25 @@ typedef int32_t ints __attribute__((vector_size(64), aligned(4)));
 static inline vec load(const float *p) { return *(const vec *)p; }
 static inline void store(float *p, vec x) { *(vec *)p = x; }
 static inline vec all(float x) { return (vec){} + x; }
-static inline vec choose(ints where, vec x, vec y) { return (vec)(((ints)x & where) | ((ints)y & ~where)); }
-static inline vec larger(vec x, vec y) { return choose(x > y, x, y); }
-static inline vec smaller(vec x, vec y) { return choose(x < y, x, y); }
+static inline vec larger(vec x, vec y) { return (vec)_mm512_max_ps((__m512)x, (__m512)y); }  /* x > y ? x : y */
+static inline vec smaller(vec x, vec y) { return (vec)_mm512_min_ps((__m512)x, (__m512)y); } /* x < y ? x : y */
+
+typedef uint16_t halves __attribute__((vector_size(32), aligned(2)));
+typedef uint32_t words __attribute__((vector_size(64), aligned(4)));
+
+static inline vec widen(const uint16_t *p) { return (vec)(__builtin_convertvector(*(const halves *)p, words) << 16); }
+
+/* Rounded to nearest, ties to even. */
+static inline halves rounded(vec x) {
+#ifdef __AVX512BF16__
+    return (halves)_mm512_cvtneps_pbh((__m512)x);
+#else /* a NaN may become another NaN or infinity */
+    words bits = (words)x;
+    return __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, halves);
+#endif
+}
+
+static inline void narrow(uint16_t *p, vec x) { *(halves *)p = rounded(x); }
 
 /* e^x within 2 units in the last place, for x from -87 to 87 and as at these ends beyond. Cephes' expf. */
 static inline vec exponential(vec x) {
@@ -306,11 +322,19 @@ void stencil_attend(const float *query, long query_step, int queries, int heads,
     }
 }
 
+/* Interleaved pairs, rotated. turn: cosine and sine in turn. */
+static inline vec rotated(vec y, vec turn) {
+    const vec sign = {-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1};
+    vec other = SHUFFLE(y, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    vec cosine = SHUFFLE(turn, 0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12, 14, 14);
+    vec sine = SHUFFLE(turn, 1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15);
+    return y * cosine + other * (sine * sign);
+}
+
 /* Root-mean-square norm and rotary embedding of interleaved pairs, in place. x: [tokens, heads, width], tokens step
  * numbers apart; weight: [heads, width]; rotary: [tokens, width], cosine and sine in turn; width is a multiple of LANES. */
 void stencil_normalise_and_rotate(float *x, long step, int tokens, int heads, int width, float eps,
                                   const float *weight, const float *rotary) {
-    const vec sign = {-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1};
     for (int t = 0; t < tokens; t++, x += step, rotary += width) {
         float *head = x;
         for (int h = 0; h < heads; h++, head += width) {
@@ -319,13 +343,8 @@ void stencil_normalise_and_rotate(float *x, long step, int tokens, int heads, in
             float sum = 0;
             for (int i = 0; i < LANES; i++) sum += squares[i];
             float scale = 1.0f / sqrtf(sum / (float)width + eps);
-            for (int d = 0; d < width; d += LANES) {
-                vec y = load(head + d) * scale * load(weight + (long)h * width + d), turn = load(rotary + d);
-                vec other = SHUFFLE(y, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-                vec cosine = SHUFFLE(turn, 0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12, 14, 14);
-                vec sine = SHUFFLE(turn, 1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15);
-                store(head + d, y * cosine + other * (sine * sign));
-            }
+            for (int d = 0; d < width; d += LANES)
+                store(head + d, rotated(load(head + d) * scale * load(weight + (long)h * width + d), load(rotary + d)));
         }
     }
 }
@@ -334,15 +353,18 @@ void stencil_normalise_and_rotate(float *x, long step, int tokens, int heads, in
 
 /* Symmetric int8: scales = largest magnitude of a row / 127, NaN if it has one; values = x / scales, 0 where a scale is 0
  * or not finite.
- * x: [kinds, heads, tokens, width] by its steps; values: [kinds, heads, tokens, width], scales: [kinds, heads, tokens],
- * kinds values_step and scales_step numbers apart; width: a multiple of LANES. */
-void stencil_quantise(const float *x, long kind_step, long head_step, long token_step, int kinds, int heads, int tokens,
-                      int width, int8_t *values, long values_step, float *scales, long scales_step) {
+ * x: [kinds, heads, tokens, width] by its steps, of float32 numbers or, if halves, of bfloat16 ones; values: [kinds,
+ * heads, tokens, width], scales: [kinds, heads, tokens], kinds values_step and scales_step numbers apart; width: a
+ * multiple of LANES. */
+void stencil_quantise(const void *x, long kind_step, long head_step, long token_step, int kinds, int heads, int tokens,
+                      int width, int halves, int8_t *values, long values_step, float *scales, long scales_step) {
+    float wide[width];
     for (int kind = 0; kind < kinds; kind++)
         for (int h = 0; h < heads; h++)
             for (int t = 0; t < tokens; t++) {
-                const float *row = x + kind * kind_step + h * head_step + t * token_step;
-                long place = (long)h * tokens + t;
+                long from = kind * kind_step + h * head_step + t * token_step, place = (long)h * tokens + t;
+                const float *row = halves ? wide : (const float *)x + from;
+                for (int d = 0; halves && d < width; d += LANES) store(wide + d, widen((const uint16_t *)x + from + d));
                 int8_t *to = values + kind * values_step + place * width;
                 __m512 top = _mm512_setzero_ps();
                 int is_number = 1;
@@ -363,21 +385,6 @@ void stencil_quantise(const float *x, long kind_step, long head_step, long token
 }
 
 /* --------------------------------------------------------------------------------------------------- group norms */
-
-typedef uint16_t halves __attribute__((vector_size(32), aligned(2)));
-typedef uint32_t words __attribute__((vector_size(64), aligned(4)));
-
-static inline vec widen(const uint16_t *p) { return (vec)(__builtin_convertvector(*(const halves *)p, words) << 16); }
-
-/* Rounds to nearest, ties to even. */
-static inline void narrow(uint16_t *p, vec x) {
-#ifdef __AVX512BF16__
-    *(halves *)p = (halves)_mm512_cvtneps_pbh((__m512)x);
-#else /* a NaN may become another NaN or infinity */
-    words bits = (words)x;
-    *(halves *)p = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, halves);
-#endif
-}
 
 /* x / (1 + e^-x) within 2^-12 of its value, an eighth of what bfloat16 resolves. 2^r: a polynomial for -0.5..0.5. */
 static inline vec silu_of(vec x) {
@@ -491,5 +498,7 @@ void stencil_swiglu(const void *x, long x_step, long rows, long width, int halve
             }
         }
 }
+
+#include "cpu_bfloat16.c"
 
 #endif

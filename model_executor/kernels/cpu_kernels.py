@@ -1,10 +1,11 @@
-"""Compiled C kernels for one CPU core (`cpu_kernels.c`): page reading and, with AVX-512, the denoiser's products and
-attention, and the VAE's group norms.
+"""Compiled C kernels for one CPU core (`cpu_kernels.c`, `cpu_bfloat16.c`): page reading and, with AVX-512, the
+denoiser's products and attention, its norms in bfloat16, and the VAE's group norms.
 
 In a step of few tokens, calling oneDNN takes more time than some of its products, and so does waiting for weights from
-memory. The kernels are compiled with the machine's C compiler when they are first needed, in about half a second, and
-kept for later processes (`compiled_library.py`).
-Without a compiler, or with more than one thread, PyTorch computes instead; results differ by rounding.
+memory. And oneDNN's attention keeps scores in memory. The kernels are compiled with the machine's C compiler when they
+are first needed, in about a second, and kept for later processes (`compiled_library.py`).
+Without a compiler, or with more than one thread, PyTorch computes instead, and with AMX oneDNN multiplies bfloat16;
+results differ by rounding.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from core.cache_folder import user_cache_folder
-from model_executor.cpu import cpu_features
+from model_executor.cpu import cpu_features, cpu_has_amx
 from model_executor.kernels.compiled_library import CompileError, compiled_library
 
 logger = logging.getLogger("stencil.worker")
@@ -34,6 +36,8 @@ PANEL = 64
 LANES = 16
 QUERIES = 64
 MIN_KEYS = 16
+TILE_KEYS = 192
+HALF_DEPTH = 1280
 
 _FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast", "-shared", "-fPIC")
 
@@ -65,7 +69,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "stencil_normalise_and_rotate": [c_void_p, c_long, c_int, c_int, c_int, c_float, c_void_p, c_void_p],
     "stencil_interpolate": [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_long],
     "stencil_quantise": [
-        *(c_void_p, c_long, c_long, c_long, c_int, c_int, c_int, c_int),
+        *(c_void_p, c_long, c_long, c_long, c_int, c_int, c_int, c_int, c_int),
         *(c_void_p, c_long, c_void_p, c_long),
     ],
     "stencil_tile_sums": [c_void_p, c_int, c_int, c_int, c_int, c_int, c_void_p],
@@ -73,6 +77,19 @@ _SIGNATURES: dict[str, list[Any]] = {
     "stencil_norm_silu": [c_void_p, c_long, c_int, c_void_p, c_int, c_void_p, c_void_p, c_float, c_void_p],
     "stencil_gelu": [c_void_p, c_long, c_int],
     "stencil_swiglu": [c_void_p, c_long, c_long, c_long, c_int, c_void_p, c_long],
+    "stencil_half_linear": [
+        *(c_void_p, c_long, c_int, c_void_p, c_void_p, c_int, c_int),
+        *(POINTER(_Piece), c_int, POINTER(_Addition), c_void_p, c_void_p, c_long),
+    ],
+    "stencil_half_narrow_linear": [c_void_p, c_long, c_int, c_int, c_void_p, c_int, c_void_p, c_void_p],
+    "stencil_half_attend": [
+        *(c_void_p, c_long, c_int, c_int, c_int, c_float),
+        *(c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_long),
+    ],
+    "stencil_half_normalise_and_rotate": [c_void_p, c_long, c_int, c_int, c_int, c_float, c_void_p, c_void_p],
+    "stencil_half_norm": [c_void_p, c_long, c_int, c_float, c_void_p, c_void_p, c_void_p],
+    "stencil_half_add_gated": [c_void_p, c_void_p, c_long, c_int, c_void_p, c_float],
+    "stencil_half_interpolate": [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_long],
 }
 
 
@@ -100,29 +117,33 @@ class PageKernels:
         """Write near_scale * near + far_scale * far to out. near, far: int8 [2, heads, tokens, head dim]; scales:
         float32 [2, heads, tokens, 1]; out: float32 of the shape of near, with a constant stride between heads, also of
         keys and values."""
-        kinds, heads, tokens, width = near.shape
-        if not near.is_contiguous():  # a part of the heads
-            for each in zip(
-                near.split(1), near_scale.split(1), far.split(1), far_scale.split(1), out.split(1), strict=True
-            ):
-                self.interpolate(*each)
-            return
-        pages = near.data_ptr(), near_scale.data_ptr(), far.data_ptr(), far_scale.data_ptr()
-        self._interpolate(*pages, kinds * heads, tokens, width, out.data_ptr(), out.stride(1))
+        _interpolated(self._interpolate, near, near_scale, far, far_scale, out)
 
 
 class Kernels(PageKernels):
-    """All compiled functions, called with tensors: float32 on the CPU unless stated otherwise. They need AVX-512.
+    """All compiled functions, called with tensors: on the CPU, float32 unless stated otherwise. They need AVX-512.
 
     A row's bits do not depend on the number of other rows.
     """
 
     def __init__(self, library: ctypes.CDLL, digest: str) -> None:
         super().__init__(library, digest)
-        functions = (_function(library, name) for name in _SIGNATURES if name != "stencil_interpolate")
-        self._linear, self._narrow_linear, self._attend, *others = functions
-        self._normalise_and_rotate, self._quantise, *others = others
-        self._tile_sums, self._moments, self._norm_silu, self._gelu, self._swiglu = others
+        of = {name.removeprefix("stencil_"): _function(library, name) for name in _SIGNATURES}
+        self._half_interpolate = of["half_interpolate"]
+        self._linear, self._half_linear = of["linear"], of["half_linear"]
+        self._narrow_linear = {torch.float32: of["narrow_linear"], torch.bfloat16: of["half_narrow_linear"]}
+        self._attend = {torch.float32: of["attend"], torch.bfloat16: of["half_attend"]}
+        self._normalise_and_rotate = {
+            torch.float32: of["normalise_and_rotate"],
+            torch.bfloat16: of["half_normalise_and_rotate"],
+        }
+        self._norm, self._add_gated = of["half_norm"], of["half_add_gated"]
+        self._quantise, self._gelu, self._swiglu = of["quantise"], of["gelu"], of["swiglu"]
+        self._tile_sums, self._moments, self._norm_silu = of["tile_sums"], of["moments"], of["norm_silu"]
+
+    def read(self, near: Tensor, near_scale: Tensor, far: Tensor | None, far_scale: Tensor | None, out: Tensor) -> None:
+        """As `interpolate`, to bfloat16, see `can_read`; without far, near_scale * near."""
+        _interpolated(self._half_interpolate, near, near_scale, far, far_scale, out)
 
     def linear(
         self,
@@ -135,36 +156,60 @@ class Kernels(PageKernels):
         out: Tensor | None = None,
     ) -> Tensor:
         """x [rows, in] times weight, as `pack` returns it, plus bias [out]; gelu applies the tanh approximation to the
-        result. pieces: all rows, in order, with what is added to each before that; (): nothing. out: [rows, out] with
-        contiguous rows, to write to; None: a new tensor."""
+        result. All in float32 or in bfloat16, see `can_multiply`. pieces: all rows, in order, with what is added to
+        each before that; (): nothing. out: [rows, out] with contiguous rows, to write to; None: a new tensor."""
         x = x if x.stride(1) == 1 else x.contiguous()
         (rows, inputs), outputs = x.shape, len(bias)
         out = x.new_empty(rows, outputs) if out is None else out
         table, additions = _tables(pieces or ((0, rows, ()),))
-        operands = x.data_ptr(), x.stride(0), inputs, weight.data_ptr(), bias.data_ptr()
-        self._linear(*operands, outputs, gelu, table, len(table), additions, out.data_ptr(), out.stride(0))
+        operands = x.data_ptr(), x.stride(0), inputs, weight.data_ptr(), bias.data_ptr(), outputs, gelu
+        tables, result = (table, len(table), additions), (out.data_ptr(), out.stride(0))
+        if x.dtype == torch.float32:
+            self._linear(*operands, *tables, *result)
+        else:
+            room = torch.empty(rows if inputs > HALF_DEPTH else 0, PANEL, dtype=torch.float32)
+            self._half_linear(*operands, *tables, room.data_ptr(), *result)
         return out
 
     def narrow_linear(self, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-        """x [rows, in] times weight [outputs / LANES, in, LANES], each row times its scale, float32 [rows]: [rows,
-        outputs]. For a few tens of outputs, for which `linear` would read x and write the result too often."""
+        """x [rows, in] times weight, as `pack` returns it for panels of LANES, each row times its scale, float32
+        [rows]: float32 [rows, outputs]. x, weight: both in float32 or in bfloat16. For a few tens of outputs, for which
+        `linear` would read x and write the result too often."""
         x = x if x.stride(1) == 1 else x.contiguous()
         (rows, inputs), outputs = x.shape, len(weight) * LANES
-        out, factors = x.new_empty(rows, outputs), None if scale is None else scale.data_ptr()
+        out, factors = torch.empty(rows, outputs, dtype=torch.float32), None if scale is None else scale.data_ptr()
         sizes = x.stride(0), rows, inputs
-        self._narrow_linear(x.data_ptr(), *sizes, weight.data_ptr(), outputs, factors, out.data_ptr())
+        self._narrow_linear[x.dtype](x.data_ptr(), *sizes, weight.data_ptr(), outputs, factors, out.data_ptr())
         return out
 
     def attend(self, query: Tensor, key_value: Tensor, out: Tensor) -> None:
-        """Attention. query: [queries, heads, head dim], each query contiguous; key_value: [2, heads, keys, head dim].
-        Writes to out, [queries, heads * head dim] with contiguous rows."""
+        """Attention, see `can_attend`. query: [queries, heads, head dim], each query contiguous; key_value: [2, heads,
+        keys, head dim]. Writes to out, [queries, heads * head dim] with contiguous rows."""
         queries, heads, width = query.shape
         keys = key_value.shape[2]
-        room = query.new_empty((width + keys + 1) * QUERIES)
+        if query.dtype == torch.float32:
+            room = query.new_empty((width + keys + 1) * QUERIES)
+        else:
+            room = query.new_empty((keys + 1 + 3 * QUERIES) * width + 4 * (TILE_KEYS + MIN_KEYS) * QUERIES)
         key = key_value.data_ptr()
         value = key + key_value.stride(0) * key_value.element_size()
         sizes = query.stride(0), queries, heads, width, width**-0.5
-        self._attend(query.data_ptr(), *sizes, key, value, keys, room.data_ptr(), out.data_ptr(), out.stride(0))
+        operands = query.data_ptr(), *sizes, key, value, keys, room.data_ptr()
+        self._attend[query.dtype](*operands, out.data_ptr(), out.stride(0))
+
+    def norm(self, x: Tensor, eps: float, factor: Tensor, shift: Tensor | None, out: Tensor) -> None:
+        """Layer norm of each row of x, times factor, plus shift; without shift a root-mean-square norm, times factor.
+        x, out: [rows, width]; factor, shift: [width]; all contiguous, in bfloat16, see `can_norm`."""
+        rows, width = x.shape
+        factors = factor.data_ptr(), None if shift is None else shift.data_ptr()
+        self._norm(x.data_ptr(), rows, width, eps, *factors, out.data_ptr())
+
+    def add_gated_(self, x: Tensor, y: Tensor, gate: Tensor, norm_eps: float | None) -> None:
+        """x += gate * y, or gate * the root-mean-square norm of y. x, y: [rows, width]; gate: [width]; all contiguous,
+        in bfloat16, see `can_norm`. norm_eps: of the norm; None: there is none."""
+        rows, width = x.shape
+        eps = -1.0 if norm_eps is None else norm_eps
+        self._add_gated(x.data_ptr(), y.data_ptr(), rows, width, gate.data_ptr(), eps)
 
     def gelu_(self, x: Tensor) -> Tensor:
         """The tanh approximation of GELU in place, see `can_gelu`. 6 million numbers took 0.28 of PyTorch's time."""
@@ -178,17 +223,17 @@ class Kernels(PageKernels):
         self._swiglu(x.data_ptr(), *sizes, out.data_ptr(), out.stride(0))
 
     def normalise_and_rotate_(self, x: Tensor, rotary: Tensor, eps: float, weight: Tensor) -> None:
-        """Root-mean-square norm and rotary embedding in place. x: [tokens, n, heads, head dim], each token contiguous;
-        rotary: complex64 [tokens, 1, 1, head dim / 2]; weight: [n, heads, head dim]."""
+        """Root-mean-square norm and rotary embedding in place. x: [tokens, n, heads, head dim], each token contiguous,
+        see `can_rotate`; rotary: complex64 [tokens, 1, 1, head dim / 2]; weight: [n, heads, head dim]."""
         tokens, kinds, heads, width = x.shape
-        sizes = x.stride(0), tokens, kinds * heads, width
-        self._normalise_and_rotate(x.data_ptr(), *sizes, eps, weight.data_ptr(), rotary.data_ptr())
+        operands = x.data_ptr(), x.stride(0), tokens, kinds * heads, width, eps
+        self._normalise_and_rotate[x.dtype](*operands, weight.data_ptr(), rotary.data_ptr())
 
     def quantise(self, x: Tensor, values: Tensor, scales: Tensor) -> None:
         """As `page_cache.pages.quantise`, for what `can_quantise` allows, with the same bits for finite numbers. A page
         of 256 tokens took a quarter of PyTorch's time."""
         kinds, heads, tokens, width = x.shape
-        sizes = *x.stride()[:3], kinds, heads, tokens, width
+        sizes = *x.stride()[:3], kinds, heads, tokens, width, x.dtype == torch.bfloat16
         self._quantise(x.data_ptr(), *sizes, values.data_ptr(), values.stride(0), scales.data_ptr(), scales.stride(0))
 
     def tile_sums(self, x: Tensor, tile: tuple[int, int]) -> Tensor:
@@ -233,10 +278,13 @@ def can_swiglu(x: Tensor) -> bool:
     return x.dtype in (torch.float32, torch.bfloat16) and x.stride(1) == 1 and x.shape[1] % (2 * LANES) == 0
 
 
-def pack(weight: Tensor) -> Tensor:
-    """The weight [out, in], out a multiple of PANEL, in the order that `Kernels.linear` reads."""
-    outputs, inputs = weight.shape
-    return weight.view(outputs // PANEL, PANEL, inputs).transpose(1, 2).contiguous()
+def pack(weight: Tensor, panel: int = PANEL) -> Tensor:
+    """The weight [out, in] in the order that the products read: [panels, in, panel] in float32, [panels, in / 2, panel,
+    2] in bfloat16, flattened from the third dimension on. The last panel is filled up with zeros."""
+    together = 2 if weight.dtype == torch.bfloat16 else 1
+    missing = -len(weight) % panel
+    whole = F.pad(weight, (0, 0, 0, missing)) if missing else weight
+    return whole.view(-1, panel, weight.shape[1] // together, together).transpose(1, 2).flatten(2).contiguous()
 
 
 def _tables(pieces: Sequence[Piece]) -> tuple[Any, Any]:
@@ -254,19 +302,42 @@ def _addition(added: AddedProduct) -> _Addition:
     return _Addition(low.data_ptr(), low.stride(0), up.data_ptr(), columns.data_ptr(), up.shape[1])
 
 
+def can_multiply(dtype: torch.dtype, inputs: int, outputs: int) -> bool:
+    """Whether `Kernels.linear` supports a layer of this size, and is a good choice."""
+    if dtype == torch.bfloat16:
+        return inputs % 2 == 0 and _multiplies_bfloat16()
+    return dtype == torch.float32 and outputs % PANEL == 0
+
+
+def can_read(out: Tensor) -> bool:
+    """Whether `Kernels.read` can write to this tensor, [2, heads, tokens, head dim]."""
+    return out.dtype == torch.bfloat16 and out.shape[3] % LANES == 0
+
+
 def can_rotate(x: Tensor) -> bool:
     """Whether `Kernels.normalise_and_rotate_` supports these queries and keys."""
-    return x.dtype == torch.float32 and x.shape[3] % LANES == 0
+    return x.dtype in (torch.float32, torch.bfloat16) and x.shape[3] % LANES == 0
 
 
 def can_quantise(x: Tensor) -> bool:
     """Whether `Kernels.quantise` supports these keys and values, [2, heads, tokens, head dim]."""
-    return x.dtype == torch.float32 and x.stride(3) == 1 and x.shape[3] % LANES == 0
+    return x.dtype in (torch.float32, torch.bfloat16) and x.stride(3) == 1 and x.shape[3] % LANES == 0
 
 
 def can_attend(query: Tensor, keys: int) -> bool:
-    """Whether `Kernels.attend` supports these, whatever the number of queries."""
-    return query.dtype == torch.float32 and query.shape[2] % PANEL == 0 and keys >= MIN_KEYS
+    """Whether `Kernels.attend` supports these, whatever the number of queries, and is a good choice."""
+    is_supported = query.dtype == torch.float32 or (query.dtype == torch.bfloat16 and _multiplies_bfloat16())
+    return is_supported and query.shape[2] % PANEL == 0 and keys >= MIN_KEYS
+
+
+def can_norm(x: Tensor) -> bool:
+    """Whether `Kernels.norm` and `add_gated_` support rows of this hidden state, [tokens, width]."""
+    return x.dtype == torch.bfloat16 and x.shape[1] % LANES == 0 and x.is_contiguous()
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether our products in bfloat16 are a good choice. They do not use AMX, with which oneDNN is faster."""
+    return not cpu_has_amx()
 
 
 def can_normalise(x: Tensor) -> bool:
@@ -301,6 +372,26 @@ def _compiled() -> PageKernels | None:
     except (OSError, CompileError) as error:
         logger.warning("no compiled kernels: %s", error)
         return None
+
+
+def _interpolated(
+    function: Callable[..., None],
+    near: Tensor,
+    near_scale: Tensor,
+    far: Tensor | None,
+    far_scale: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Have a function write to `out`; see `PageKernels.interpolate`."""
+    kinds, heads, tokens, width = near.shape
+    if not near.is_contiguous():  # a part of the heads
+        for part in (slice(kind, kind + 1) for kind in range(kinds)):
+            far_part = None if far is None else far[part]
+            its_scale = None if far_scale is None else far_scale[part]
+            _interpolated(function, near[part], near_scale[part], far_part, its_scale, out[part])
+        return
+    pages = (None if x is None else x.data_ptr() for x in (near, near_scale, far, far_scale))
+    function(*pages, kinds * heads, tokens, width, out.data_ptr(), out.stride(1))
 
 
 def _function(library: ctypes.CDLL, name: str) -> Callable[..., None]:

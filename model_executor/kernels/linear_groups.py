@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from model_executor.kernels.cpu_kernels import PANEL, Kernels, can_gelu, pack
+from model_executor.kernels.cpu_kernels import Kernels, can_gelu, can_multiply, pack
 from model_executor.kernels.linear import (
     Linear,
     fused_linear,
@@ -281,4 +281,5 @@ def _joined(layers: Sequence[nn.Linear]) -> nn.Linear:
 
 
 def _suits_kernels(layers: Sequence[nn.Linear]) -> bool:
-    return layers[0].weight.dtype == torch.float32 and sum(layer.out_features for layer in layers) % PANEL == 0
+    weight = layers[0].weight
+    return can_multiply(weight.dtype, weight.shape[1], sum(layer.out_features for layer in layers))

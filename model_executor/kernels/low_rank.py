@@ -89,18 +89,17 @@ class AddedPanels:
     while its outputs are in the first-level cache."""
 
     def __init__(self, lows: Sequence[LowRank | None], outputs: Sequence[int]) -> None:
-        """lows, outputs: as for `AddedProducts`; the sum of outputs is a multiple of PANEL."""
+        """lows, outputs: as for `AddedProducts`; in float32 the sum of outputs is a multiple of PANEL."""
         if any(number % PANEL for number in outputs):  # a panel would belong to two layers
             lows, outputs = (_as_one(lows, outputs),), (sum(outputs),)
         there = [low for low in lows if low is not None]
         depth = max(len(low.down) for low in there)
         step = -(-depth // LANES) * LANES  # numbers of the low-rank product for each layer
-        down = torch.cat([_lengthened(low.down, step) for low in there])
-        self._down = down.view(-1, LANES, down.shape[1]).transpose(1, 2).contiguous()
+        self._down = pack(torch.cat([_lengthened(low.down, step) for low in there]), LANES)
         up, columns, first = [], list[int](), 0
         for low, number in zip(lows, outputs, strict=True):
-            up.append(torch.zeros(number, depth) if low is None else _lengthened(low.up.T, depth).T)
-            columns += [-1 if low is None else first] * (number // PANEL)
+            up.append(torch.zeros(number, depth) if low is None else _lengthened(low.up.float().T, depth).T)
+            columns += [-1 if low is None else first] * -(-number // PANEL)
             first += 0 if low is None else step
         self._up, self._columns = pack(torch.cat(up)), torch.tensor(columns, dtype=torch.int32)
 

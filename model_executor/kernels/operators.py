@@ -116,7 +116,7 @@ class Operators:
 
     def residual(self, hidden: Tensor) -> Residual:
         """The hidden state of transformer blocks. hidden: [tokens, width], changed in place."""
-        return Residual(hidden, fused=self._is_fused)
+        return Residual(hidden, fused=self._is_fused, kernels=self.kernels)
 
     def rms_norm(self, norm: nn.Module, x: Tensor) -> Tensor:
         """A root-mean-square norm with weights, of each row of x, [rows, width]."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from model_executor.kernels.cpu_kernels import Kernels, can_norm
 from model_executor.kernels.ragged import Span, add_gated_, norm_modulate, pieces, rms_modulate, rms_scales
 
 FLOAT16_MAX = 65504.0
@@ -32,11 +33,13 @@ class Norm(NamedTuple):
 
 
 class Residual:
-    """The hidden state, with PyTorch's operators."""
+    """The hidden state, with PyTorch's operators, or compiled kernels where they apply."""
 
-    def __init__(self, hidden: Tensor, *, fused: bool) -> None:
-        """hidden: [tokens, width], changed in place. fused: see `ragged.norm_modulate`."""
+    def __init__(self, hidden: Tensor, *, fused: bool, kernels: Kernels | None = None) -> None:
+        """hidden: [tokens, width], changed in place. fused: see `ragged.norm_modulate`. kernels: None for PyTorch's
+        operators; what they compute is rounded once."""
         self._hidden, self._fused = hidden, fused
+        self._compiled = kernels if can_norm(hidden) else None
 
     @property
     def hidden(self) -> Tensor:
@@ -46,17 +49,42 @@ class Residual:
     def add(self, *additions: Addition) -> None:
         """Add to rows, of which no two additions have the same. Additions made together have equal norms, or none."""
         for each in additions:
-            y = each.y if each.norm_eps is None else each.y.mul_(rms_scales(each.y, each.norm_eps))
-            add_gated_(self._hidden, each.where, y, each.gate)
-            if each.is_clipped and self._hidden.dtype == torch.float16:
-                for piece in pieces(self._hidden, each.where):
-                    piece.clip_(-FLOAT16_MAX, FLOAT16_MAX)
+            if self._compiled is None:
+                self._add(each)
+            else:
+                self._add_by(self._compiled, each)
 
     def normed(self, eps: float, *norms: Norm) -> list[Tensor]:
         """For each norm its rows, normed: [rows, width], one span after the other. All norms are of one kind."""
-        return [self._normed(eps, each) for each in norms]
+        if self._compiled is None:
+            return [self._normed(eps, each) for each in norms]
+        return [self._normed_by(self._compiled, eps, each) for each in norms]
+
+    def _add(self, addition: Addition) -> None:
+        where, y, gate, is_clipped, norm_eps = addition
+        add_gated_(self._hidden, where, y if norm_eps is None else y.mul_(rms_scales(y, norm_eps)), gate)
+        if is_clipped and self._hidden.dtype == torch.float16:
+            for piece in pieces(self._hidden, where):
+                piece.clip_(-FLOAT16_MAX, FLOAT16_MAX)
 
     def _normed(self, eps: float, norm: Norm) -> Tensor:
         if norm.shift is None:
             return rms_modulate(self._hidden, norm.where, eps, norm.factor)
         return norm_modulate(self._hidden, norm.where, eps, norm.factor, norm.shift, fused=self._fused)
+
+    def _add_by(self, kernels: Kernels, addition: Addition) -> None:
+        where, y, gate, _, norm_eps = addition
+        changes = y.contiguous().split([stop - start for start, stop in where])
+        gates = gate.to(self._hidden.dtype).unbind()
+        for piece, change, factor in zip(pieces(self._hidden, where), changes, gates, strict=True):
+            kernels.add_gated_(piece, change, factor, norm_eps)
+
+    def _normed_by(self, kernels: Kernels, eps: float, norm: Norm) -> Tensor:
+        lengths, dtype = [stop - start for start, stop in norm.where], self._hidden.dtype
+        out = self._hidden.new_empty(sum(lengths), self._hidden.shape[1])
+        factors = norm.factor.to(dtype).unbind()
+        shifts = [None] * len(lengths) if norm.shift is None else norm.shift.to(dtype).unbind()
+        parts = zip(pieces(self._hidden, norm.where), factors, shifts, out.split(lengths), strict=True)
+        for piece, factor, shift, its in parts:
+            kernels.norm(piece, eps, factor, shift, its)
+        return out

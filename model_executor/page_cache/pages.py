@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.kernels.attention import KeysValues
-from model_executor.kernels.cpu_kernels import PageKernels
+from model_executor.kernels.cpu_kernels import Kernels, PageKernels, can_read
 
 INT8_MAX = 127
 
@@ -96,11 +96,15 @@ class PageReader:
         """
         if self._wait is not None:
             self._wait(block)
+        scales = None if self._near_scales is None else self._near_scales(block)
+        if scales is not None and isinstance(self._kernels, Kernels) and can_read(out):
+            self._kernels.read(self._near[block], scales, *self._further(block), out)
+            return
         wide = out if out.dtype == torch.float32 else torch.empty_like(self._room)
-        if self._near_scales is None:
+        if scales is None:
             self._read_floats(block, wide)
         else:
-            self._read_int8(block, wide, self._near_scales(block))
+            self._read_int8(block, wide, scales)
         if wide is not out:
             out.copy_(wide)
 
@@ -113,15 +117,21 @@ class PageReader:
             self._wait(block)
         return self._moments(block)
 
-    def _read_int8(self, block: int, wide: Tensor, near_scales: Tensor) -> None:
-        near = self._near[block]
+    def _further(self, block: int) -> tuple[Tensor | None, Tensor | None]:
+        """A block's values and scales at the far keyframe, if there is one."""
         if self._far is None or self._far_scales is None:
+            return None, None
+        return self._far[block], self._far_scales(block)
+
+    def _read_int8(self, block: int, wide: Tensor, near_scales: Tensor) -> None:
+        near, (far, far_scales) = self._near[block], self._further(block)
+        if far is None or far_scales is None:
             wide.copy_(near).mul_(near_scales)
         elif self._kernels is not None:
-            self._kernels.interpolate(near, near_scales, self._far[block], self._far_scales(block), wide)
+            self._kernels.interpolate(near, near_scales, far, far_scales, wide)
         else:
             wide.copy_(near).mul_(near_scales)
-            wide.addcmul_(self._room.copy_(self._far[block]), self._far_scales(block))
+            wide.addcmul_(self._room.copy_(far), far_scales)
 
     def _read_floats(self, block: int, wide: Tensor) -> None:
         wide.copy_(self._near[block])

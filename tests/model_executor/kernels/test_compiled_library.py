@@ -82,6 +82,14 @@ def test_it_is_compiled_once_for_what_it_depends_on(
     assert all(name.endswith(".so") for name in kept(folder))
 
 
+def test_it_is_compiled_again_when_a_file_that_it_includes_changes(source: Path, tmp_path: Path) -> None:
+    folder, part = tmp_path / "kernels", tmp_path / "part.c"
+    source.write_text('#include <stdint.h>\n#include "part.c"\n')
+    for number in (44, 45):
+        part.write_text(f"int answer(void) {{ return {number}; }}")
+        assert answer(source, folder) == number
+
+
 @pytest.mark.parametrize("damage", [b"", b"nothing"])
 def test_a_damaged_one_is_compiled_again(source: Path, tmp_path: Path, damage: bytes) -> None:
     folder = tmp_path / "kernels"

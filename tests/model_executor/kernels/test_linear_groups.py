@@ -27,12 +27,18 @@ def kernel_group(layers: Sequence[nn.Linear]) -> AnyGroup:
     return KernelGroup(layers, kernels)
 
 
+def bfloat16_group(layers: Sequence[nn.Linear]) -> AnyGroup:
+    """Of a setting in bfloat16."""
+    return kernel_group(layers)
+
+
 MAKE: dict[str, Callable[[Sequence[nn.Linear]], AnyGroup]] = {
     "plain": lambda layers: ProductGroup(layers, plain_linear),
     "as on a GPU": lambda layers: ProductGroup(layers, gpu_linear),
     "oneDNN": lambda layers: ProductGroup(layers, fused_linear),
     "packed": PackedGroup,
     "kernels": kernel_group,
+    "kernels, bfloat16": bfloat16_group,
 }
 OUTPUTS = {"one": (64,), "three": (64, 128, 64), "panels of two layers": (96, 32)}
 Lows = Sequence[LowRank | None]
@@ -65,10 +71,11 @@ class Setting:
     """A group with two patches, of which the second changes the last layer alone."""
 
     def __init__(self, make: Callable[[Sequence[nn.Linear]], AnyGroup], outputs: Sequence[int]) -> None:
+        dtype = torch.bfloat16 if make is bfloat16_group else torch.float32
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.layers = [nn.Linear(INPUTS, number, bias=number != 64).requires_grad_(False) for number in outputs]
-            self.x = torch.randn(40, INPUTS)
+            layers = [nn.Linear(INPUTS, number, bias=number != 64).requires_grad_(False) for number in outputs]
+            self.layers, self.x = [layer.to(dtype) for layer in layers], torch.randn(40, INPUTS).to(dtype)
         self.expected = [layer.double()(self.x.double()) for layer in deepcopy(self.layers)]
         self.lows = {
             "a": make_lows(outputs, [4] * len(outputs), 1),
@@ -76,7 +83,8 @@ class Setting:
         }
         self.group = make(self.layers)
         for patch, lows in self.lows.items():
-            self.group.put(patch, self.group.addition(lows))
+            its = [low and low.to(self.x.device, dtype) for low in lows]
+            self.group.put(patch, self.group.addition(its))
 
     def exact(self, segments: Segments, *, gelu: bool) -> Tensor:
         y = torch.cat(self.expected, dim=1)
@@ -107,11 +115,13 @@ def test_rows_get_the_sum_of_their_additions(
     ours = setting.group(setting.x, MIXED, gelu=gelu)
     exact = setting.exact(MIXED, gelu=gelu)
     tolerance = 1e-3 if gelu and make is MAKE["as on a GPU"] else 1e-5  # on a CPU its GELU is the exact one
-    torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=tolerance)
+    if make is bfloat16_group:
+        tolerance = 2e-2  # of the additions' own numbers
+    torch.testing.assert_close(ours.double(), exact, rtol=2**-8 if make is bfloat16_group else 1e-4, atol=tolerance)
 
 
 @pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize("name", ["oneDNN", "packed", "kernels"])
+@pytest.mark.parametrize("name", ["oneDNN", "packed", "kernels", "kernels, bfloat16"])
 @torch.inference_mode()
 def test_a_rows_bits_depend_on_it_and_its_additions_alone(name: str, outputs: tuple[int, ...], gelu: bool) -> None:
     """Also those of a row without additions, which are those of the group without patches."""
@@ -124,6 +134,16 @@ def test_a_rows_bits_depend_on_it_and_its_additions_alone(name: str, outputs: tu
             one = tuple(Segment(each.patch, (0, 1), each.scale_of((row, row + 1))) for each in its)
             assert torch.equal(setting.group(setting.x[row : row + 1], one, gelu=gelu), together[row : row + 1])
     assert torch.equal(together[:3], plain[:3])
+
+
+@torch.inference_mode()
+def test_in_bfloat16_outputs_need_not_fill_a_panel() -> None:
+    """Of one layer, or of several with additions of their own."""
+    for outputs in ((24,), (16, 8, 48)):
+        setting = Setting(bfloat16_group, outputs)
+        together = setting.group(setting.x, MIXED)
+        torch.testing.assert_close(together.double(), setting.exact(MIXED, gelu=False), rtol=2**-8, atol=2e-2)
+        assert torch.equal(setting.group(setting.x[:2]), together[:2])
 
 
 @pytest.mark.parametrize("gelu", [False, True])

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from core.page_scheme import PageDtype
 from core.patches import Patch
 from model_executor.checkpoint.quantization import for_device
+from model_executor.cpu import cpu_has_amx
+from model_executor.kernels.cpu_kernels import best_kernels
 from model_executor.kernels.linear import plain_linear
 from model_executor.kernels.low_rank import LowRank
 from model_executor.kernels.operators import Operators
@@ -369,6 +371,58 @@ def test_bits_do_not_depend_on_the_degree(adapted: Denoiser, groups: ThreadGroup
         for outputs in groups.run(lambda group, some=some: adapted.forward(some, group), range(degree)):
             for index, output in zip(order, outputs, strict=True):
                 assert torch.equal(output, alone[index]), (order, index)
+
+
+@pytest.fixture(scope="module")
+def in_bfloat16(case: Case) -> Denoiser:
+    """With adapters."""
+    if best_kernels() is None or cpu_has_amx():
+        pytest.skip("products in bfloat16 are not ours on this machine")
+    torch.manual_seed(0)
+    denoiser = case.denoiser(case.module().eval().to(torch.bfloat16), 1000)
+    put_adapters(denoiser)
+    return denoiser
+
+
+def bfloat16_row(denoiser: Denoiser, seed: int, shape: tuple[tuple[int, int], int] = ROWS[0], number: int = 0) -> Row:
+    """With the patches of this number."""
+    row, names = make_row(denoiser, seed, *shape), ("latents", "condition", "prompt_embeds", "pooled_prompt_embeds")
+    inputs = {name: getattr(row, name).to(torch.bfloat16) for name in names}
+    return replace(row, patches=SETS[number], **inputs)
+
+
+def test_in_bfloat16_bits_depend_neither_on_the_batch_nor_on_the_degree(
+    in_bfloat16: Denoiser, case: Case, module: Any, groups: ThreadGroups
+) -> None:
+    """Exact and mask-aware, with patches and without, alone and in batches of 2 to 8, by one to three members. And they
+    are those of the module in float32, within rounding."""
+    denoiser = in_bfloat16
+    rows = [bfloat16_row(denoiser, number, shape, number) for number, shape in enumerate(ROWS)]
+    rows += [
+        primed(denoiser, bfloat16_row(denoiser, 7, number=2), dtype="int8"),
+        replace(primed(denoiser, bfloat16_row(denoiser, 8), dtype="bfloat16"), full_blocks=range(1)),
+        primed(denoiser, bfloat16_row(denoiser, 9, number=1), torch.tensor([17]), dtype="int8"),
+    ]
+    alone = [forward(denoiser, [row])[0] for row in rows]
+    wide = {name: getattr(rows[0], name).float() for name in ("latents", "condition", "prompt_embeds")}
+    wide["pooled_prompt_embeds"] = rows[0].pooled_prompt_embeds.float()
+    (expected,) = forward(case.denoiser(module, 1000), [replace(rows[0], **wide)])
+    assert (alone[0].float() - expected).square().mean() < 1e-3 * expected.square().mean()
+    for order in ([0, 5], [6, 3, 1], [1, 2, 4, 0], [0, 1, 2, 3, 4, 5, 6, 4]):
+        some = [rows[index] for index in order]
+        results = [forward(denoiser, some)]
+        for degree in (2, 3):
+            results += groups.run(lambda group, some=some: denoiser.forward(some, group), range(degree))
+        for outputs in results:
+            for index, output in zip(order, outputs, strict=True):
+                assert torch.equal(output, alone[index]), (order, index)
+
+
+def test_in_bfloat16_own_content_gives_the_bits_of_the_exact_pass(in_bfloat16: Denoiser) -> None:
+    row = bfloat16_row(in_bfloat16, 0)
+    (exact,) = forward(in_bfloat16, [row])
+    (output,) = forward(in_bfloat16, [primed(in_bfloat16, row, dtype="bfloat16")])
+    assert torch.equal(output, exact[ACTIVE])
 
 
 def test_bits_do_not_depend_on_the_degree_with_int8_weights_and_pages(case: Case, groups: ThreadGroups) -> None:

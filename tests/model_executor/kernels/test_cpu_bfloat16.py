@@ -1,0 +1,215 @@
+"""Compiled CPU kernels in bfloat16: against float64, and compiled for CPUs without AVX512-BF16, with the same bits.
+Skipped if they cannot be compiled."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model_executor.cpu import cpu_features
+from model_executor.kernels import cpu_kernels as module
+from model_executor.kernels.attention import normalise_and_rotate_
+from model_executor.kernels.compiled_library import compiled_library
+from model_executor.kernels.cpu_kernels import (
+    LANES,
+    Kernels,
+    best_kernels,
+    can_attend,
+    can_multiply,
+    can_norm,
+    can_read,
+    can_rotate,
+    pack,
+)
+
+CLOSE = 2**-8
+"""Relative: rounding to bfloat16 changes a number by half of it at most."""
+
+
+@pytest.fixture
+def kernels() -> Kernels:
+    found = best_kernels()
+    if found is None:
+        pytest.skip("no compiled kernels on this machine")
+    return found
+
+
+@pytest.fixture(scope="module")
+def portable(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """For a CPU with AVX-512 that does not multiply bfloat16."""
+    if not isinstance(best_kernels(), Kernels):
+        pytest.skip("no compiled kernels on this machine")
+    source, compiler = Path(module.__file__).with_suffix(".c"), shutil.which("cc") or ""
+    flags, folder = (*module._FLAGS, "-mno-avx512bf16"), tmp_path_factory.mktemp("portable")
+    with compiled_library(source, compiler, flags, cpu_features(), folder) as library:
+        return Kernels(ctypes.CDLL(str(library.path)), library.digest)
+
+
+def draw(*size: int) -> Tensor:
+    return torch.randn(size).to(torch.bfloat16)
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.view(torch.int16), y.view(torch.int16))
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 8, 64), (5, 64, 24), (50, 300, 192), (9, 3000, 72)])
+def test_linear(kernels: Kernels, portable: Kernels, rows: int, inputs: int, outputs: int, gelu: bool) -> None:
+    """Selected rows have the same bits as among all rows, and so has a matrix within a wider one, of which nothing else
+    changes."""
+    wide, weight, bias = draw(rows, inputs + 3), draw(outputs, inputs) / inputs**0.5, draw(outputs)
+    x, packed = wide[:, :inputs], pack(weight)
+    out = kernels.linear(x, packed, bias, gelu=gelu)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    exact = F.gelu(exact, approximate="tanh") if gelu else exact
+    torch.testing.assert_close(out.double(), exact, rtol=CLOSE, atol=1e-5)
+    assert same_bits(portable.linear(x, packed, bias, gelu=gelu), out)
+    for count in range(1, min(rows, 8)):
+        chosen = torch.randperm(rows)[:count]
+        assert torch.equal(kernels.linear(x[chosen], packed, bias, gelu=gelu), out[chosen])
+    within = torch.full((rows, outputs + 5), 7.0, dtype=torch.bfloat16)
+    kernels.linear(x, packed, bias, gelu=gelu, out=within[:, 2:-3])
+    assert torch.equal(within[:, 2:-3], out)
+    assert (within[:, :2] == 7.0).all()
+    assert (within[:, -3:] == 7.0).all()
+
+
+def test_sums_of_numbers_of_any_size_have_the_same_bits(kernels: Kernels, portable: Kernels) -> None:
+    """Also of denormal ones, which count as zeros. Sums are not rounded to bfloat16 here."""
+    x = (torch.randn(200, 64) * 10.0 ** torch.randint(-40, 12, (200, 64))).to(torch.bfloat16)
+    weight, scale = pack(draw(32, 64), LANES), torch.rand(200)
+    ours, theirs = (each.narrow_linear(x, weight, scale) for each in (kernels, portable))
+    assert torch.equal(ours, theirs)
+    tiny = torch.full((1, 64), 1e-39).to(torch.bfloat16)
+    assert (tiny > 0).all()
+    for each in (kernels, portable):
+        assert (each.narrow_linear(tiny, pack(torch.ones(16, 64).bfloat16(), LANES), None) == 0).all()
+
+
+def test_narrow_linear(kernels: Kernels) -> None:
+    x, weight, scale = draw(27, 300), draw(32, 300), torch.rand(27)
+    out = kernels.narrow_linear(x, pack(weight, LANES), scale)
+    assert out.dtype == torch.float32
+    exact = (x.double() @ weight.double().T) * scale[:, None].double()
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-4)
+    assert torch.equal(kernels.narrow_linear(x[3:5], pack(weight, LANES), scale[3:5]), out[3:5])
+
+
+def attend(kernels: Kernels, query: Tensor, key_value: Tensor) -> Tensor:
+    """Written to a part of a wider matrix, of which nothing else changes."""
+    wide = torch.full((len(query), query[0].numel() + 8), 7.0, dtype=torch.bfloat16)
+    kernels.attend(query, key_value, wide[:, 8:])
+    assert (wide[:, :8] == 7.0).all()
+    return wide[:, 8:]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 16), (50, 280), (70, 17), (49, 193), (130, 384), (20, 209)])
+def test_attend(kernels: Kernels, portable: Kernels, queries: int, keys: int, head_dim: int) -> None:
+    """Selected queries have the same bits as among all."""
+    query, key_value = draw(queries, 3, 3, head_dim)[:, 0] * 3, draw(2, 3, keys, head_dim)
+    weights = query.double().transpose(0, 1) @ key_value[0].double().transpose(1, 2) / head_dim**0.5
+    exact = (weights.softmax(-1) @ key_value[1].double()).transpose(0, 1).flatten(1)
+    out = attend(kernels, query, key_value)
+    torch.testing.assert_close(out.double(), exact, rtol=2 * CLOSE, atol=5e-3)
+    assert same_bits(attend(portable, query, key_value), out)
+    for count in (1, 2, 17, 33, 48, 64):
+        chosen = torch.randperm(queries)[:count]
+        assert torch.equal(attend(kernels, query[chosen], key_value), out[chosen])
+
+
+@pytest.mark.parametrize("place", [3, 250])
+def test_attend_survives_large_scores(kernels: Kernels, place: int) -> None:
+    """In the first tile of keys, or in a later one, after which nothing is left of those before."""
+    key_value = torch.ones(2, 1, 300, 64, dtype=torch.bfloat16)
+    key_value[0, 0, place], key_value[1, 0, place] = 100.0, 5.0
+    out = attend(kernels, torch.full((2, 1, 64), 100.0, dtype=torch.bfloat16), key_value)
+    assert (out == 5.0).all()
+
+
+@pytest.mark.parametrize(("tokens", "kinds", "head_dim"), [(1, 1, 16), (9, 2, 64), (50, 2, 128)])
+def test_normalise_and_rotate(kernels: Kernels, portable: Kernels, tokens: int, kinds: int, head_dim: int) -> None:
+    """Rounded once; numbers beside queries and keys are unchanged."""
+    qkv, weight = draw(tokens, 3, 3, head_dim), torch.randn(kinds, 3, head_dim)
+    rotary = torch.polar(torch.ones(tokens, 1, 1, head_dim // 2), torch.randn(tokens, 1, 1, head_dim // 2))
+    expected, other = qkv[:, :kinds].float(), qkv.clone()
+    before = qkv[:, kinds:].clone()
+    normalise_and_rotate_(expected, rotary, 1e-6, [([(0, tokens)], weight)])
+    assert can_rotate(qkv)
+    kernels.normalise_and_rotate_(qkv[:, :kinds], rotary, 1e-6, weight)
+    torch.testing.assert_close(qkv[:, :kinds].float(), expected, rtol=CLOSE, atol=1e-5)
+    assert torch.equal(qkv[:, kinds:], before)
+    portable.normalise_and_rotate_(other[:, :kinds], rotary, 1e-6, weight)
+    assert same_bits(other, qkv)
+
+
+@pytest.mark.parametrize("has_shift", [True, False])
+def test_norm(kernels: Kernels, portable: Kernels, has_shift: bool) -> None:
+    """A layer norm, also of numbers far from zero, and a root-mean-square norm."""
+    x, factor, shift = draw(9, 48) + torch.randint(-20, 20, (9, 1)), draw(48), draw(48) if has_shift else None
+    ours, theirs = torch.empty_like(x), torch.empty_like(x)
+    assert can_norm(x)
+    kernels.norm(x, 1e-6, factor, shift, ours)
+    portable.norm(x, 1e-6, factor, shift, theirs)
+    if shift is None:
+        exact = F.rms_norm(x.double(), (48,), factor.double(), 1e-6)
+    else:
+        exact = F.layer_norm(x.double(), (48,), factor.double(), shift.double(), 1e-6)
+    torch.testing.assert_close(ours.double(), exact, rtol=CLOSE, atol=1e-4)
+    assert same_bits(theirs, ours)
+
+
+@pytest.mark.parametrize("eps", [None, 1e-6])
+def test_add_gated(kernels: Kernels, portable: Kernels, eps: float | None) -> None:
+    x, y, gate = draw(9, 48), draw(9, 48) * 5, draw(48)
+    ours, theirs = x.clone(), x.clone()
+    kernels.add_gated_(ours, y, gate, eps)
+    portable.add_gated_(theirs, y, gate, eps)
+    change = y.double() if eps is None else F.rms_norm(y.double(), (48,), None, eps)
+    torch.testing.assert_close(ours.double(), x.double() + gate.double() * change, rtol=CLOSE, atol=1e-5)
+    assert same_bits(theirs, ours)
+
+
+@pytest.mark.parametrize("has_far", [True, False])
+@pytest.mark.parametrize("heads", [(0, 3), (1, 2)])
+def test_read(kernels: Kernels, portable: Kernels, has_far: bool, heads: tuple[int, int]) -> None:
+    """Pages of all heads or of some, to a part of a larger buffer, of which nothing else changes."""
+    chosen = slice(*heads)
+    near, far = (torch.randint(-127, 128, (2, 3, 13, 32), dtype=torch.int8)[:, chosen] for _ in range(2))
+    near_scale, far_scale = (torch.rand(2, 3, 13, 1)[:, chosen] for _ in range(2))
+    room = torch.full((2, heads[1] - heads[0], 17, 32), 7.0, dtype=torch.bfloat16)
+    other, out = room.clone(), room[:, :, 4:]
+    far_page, its_scale = (far, far_scale) if has_far else (None, None)
+    assert can_read(out)
+    kernels.read(near, near_scale, far_page, its_scale, out)
+    exact = near_scale.double() * near.double() + (far_scale.double() * far.double() if has_far else 0)
+    torch.testing.assert_close(out.double(), exact, rtol=CLOSE, atol=1e-5)
+    assert (room[:, :, :4] == 7.0).all()
+    portable.read(near, near_scale, far_page, its_scale, other[:, :, 4:])
+    assert same_bits(other, room)
+
+
+def test_with_amx_products_are_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has tiles, as our products do not."""
+    for has_amx in (False, True):
+        monkeypatch.setattr(module, "cpu_has_amx", lambda has_amx=has_amx: has_amx)
+        assert can_multiply(torch.bfloat16, 64, 24) is not has_amx
+        assert can_attend(draw(1, 2, 64), 16) is not has_amx
+        assert can_multiply(torch.float32, 64, 64)
+        assert can_attend(torch.empty(1, 2, 64), 16)
+
+
+def test_sizes_without_products() -> None:
+    assert not can_multiply(torch.bfloat16, 63, 64)
+    assert not can_multiply(torch.float32, 64, 24)
+    assert not can_multiply(torch.float16, 64, 64)
+    assert not can_norm(draw(2, 24))
+    assert not can_norm(torch.empty(2, 32))
+    assert not can_read(draw(2, 1, 4, 24))
