@@ -1,4 +1,4 @@
-"""LateAdapters: adapters that were still loaded when a request was sent, so that its first steps may run without."""
+"""LateAdapters: adapters that were still loading when a request was sent, so that its first steps may run without."""
 
 from __future__ import annotations
 

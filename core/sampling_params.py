@@ -70,7 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     # Steps that compute every token, whose pages the steps after them read instead of the template's: numbers among the
     # computed steps, rising from 0; (): none. None: full_steps, else what the schedule was calibrated with.
     own_page_steps: tuple[int, ...] | None = None
-    # The most first steps that may run without adapters that are still loaded, 0..MAX_INFERENCE_STEPS.
+    # The most first steps that may run without adapters that are still loading, 0..MAX_INFERENCE_STEPS.
     steps_without_lora: int = 0
     # Scheduling.
     priority: int = 0  # -MAX_PRIORITY..MAX_PRIORITY; lower goes first

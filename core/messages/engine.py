@@ -73,8 +73,8 @@ class DropTemplate(Message, frozen=True):
 
 
 class UseAdapters(Message, frozen=True):
-    """A request's late adapters are loaded: it has them from its next step on. Ignored for requests that have ended. Sent
-    by the API server.
+    """A request's late adapters are loaded: it has them from its next step on. Ignored for requests that have ended.
+    Sent by the API server.
     """
 
     request_id: str

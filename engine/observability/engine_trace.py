@@ -103,7 +103,9 @@ class EngineTrace:
     def sent(self, outputs: Iterable[Output]) -> None:
         """EngineCore has sent outputs to the API server."""
         for output in outputs:
-            if not isinstance(output, PartialImage | AdaptersUsed) and (traced := self._traced.pop(output.request_id, None)):
+            if not isinstance(output, PartialImage | AdaptersUsed) and (
+                traced := self._traced.pop(output.request_id, None)
+            ):
                 traced.end(output)
 
     def _note(self, batch: Batch, result: BatchResult) -> None:

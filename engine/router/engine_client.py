@@ -60,7 +60,9 @@ STOP_SECONDS = 5.0
 LAST_WORDS_SECONDS = 0.1
 """How long the socket is read after the engine's exit, for its last messages."""
 
-RequestOutput = PartialImage | AdaptersUsed | Finished | TemplatePrimed | AdapterAdded | WorkflowAdded | Failed | Aborted
+RequestOutput = (
+    PartialImage | AdaptersUsed | Finished | TemplatePrimed | AdapterAdded | WorkflowAdded | Failed | Aborted
+)
 Waiter = Callable[[RequestOutput], None]
 """Called in the event loop with every output of one request; must not block or raise."""
 

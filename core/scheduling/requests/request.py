@@ -226,8 +226,8 @@ class Request:
         return self.patches if has_them else ()
 
     def awaits_adapters(self, node: Node) -> bool:
-        """Whether the next run of a ready node is to have late adapters that are not loaded: from the step that waits for
-        them on, and in the last step of the request's own model at the latest.
+        """Whether the next run of a ready node is to have late adapters that are not loaded: from the step that waits
+        for them on, and in the last step of the request's own model at the latest.
         """
         late = self.spec.late
         if late is None or self.steps_without_lora is not None or self.model_of(node) != self.head.model:
@@ -239,8 +239,8 @@ class Request:
         return self._step_of(node) >= min(late.most, last)
 
     def use_adapters(self, patches: PatchSet) -> None:
-        """Have late adapters, which are loaded now, from the next step on, or from where the request had them when it was
-        computed before. patches: all of its adapters.
+        """Have late adapters, which are loaded now, from the next step on, or from where the request had them when it
+        was computed before. patches: all of its adapters.
         """
         assert self.spec.late is not None, f"{self.id} has no late adapters"
         if self.steps_without_lora is None:
