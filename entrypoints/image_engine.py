@@ -274,9 +274,9 @@ class ImageEngine:
         return self._run(self._engine.prime_template(name, upload, model=model, loras=loras))
 
     def load_adapter(self, name: str, path: str | Path, *, model: str = "", wait: bool = True) -> ModelInfo:
-        """Serve one more LoRA adapter under a name. path: of a safetensors file, or a folder with one. wait: until edits
-        may use it; False: it is loaded meanwhile, and edits may begin without it whose `steps_without_lora` says so.
-        Raises InvalidRequestError, EngineError.
+        """Serve one more LoRA adapter under a name. path: of a safetensors file, or a folder with one. wait: until
+        edits may use it; False: it is loaded meanwhile, and edits may begin without it whose `steps_without_lora` says
+        so. Raises InvalidRequestError, EngineError.
         """
         self._check_open()
         asked = conformed("name", name, str), str(conformed("path", path, str | Path)), conformed("model", model, str)

@@ -20,8 +20,8 @@ def adapter_router(engine: AsyncEngine, *, is_allowed: bool) -> APIRouter:
 
     @router.post("/v1/load_lora_adapter", response_model=None, openapi_extra=LOAD_ADAPTER_BODY, responses=MODEL_ANSWERS)
     async def load_adapter(request: Request) -> Response:
-        """Load an adapter from a file on the server's machine; answers when requests may use it, or with `wait` false at
-        once."""
+        """Load an adapter from a file on the server's machine; answers when requests may use it, or at once, with
+        `wait` false."""
         values = await _read(request)
         asked = _required(values, "lora_name"), _required(values, "lora_path"), values.model
         waits = values.values.get("wait", True)
