@@ -109,9 +109,7 @@ class FakeEngine:
             self.metrics.observe_rejected("shutting_down" if self.is_closing else "not_ready")
             raise not_ready(is_closing=self.is_closing)
 
-    def choose_model(
-        self, name: str = "", loras: Sequence[Lora] = (), steps_without_lora: int = 0
-    ) -> ModelChoice:
+    def choose_model(self, name: str = "", loras: Sequence[Lora] = (), steps_without_lora: int = 0) -> ModelChoice:
         return choose_model(self.models, name, loras)
 
     def workflow_of(self, model: ModelInfo) -> Workflow | None:

@@ -218,7 +218,7 @@ async def test_one_that_is_unloaded_while_it_loads_is_dropped(server: Server) ->
     await settle()
     server.adapters.unload("hat")
     server.adapters.begin("hat", "s")
-    with pytest.raises(InvalidRequestError, match="'hat' was not loaded. It was unloaded."):
+    with pytest.raises(InvalidRequestError, match=r"'hat' was not loaded\. It was unloaded\."):
         await waiting
     server.engines.gate.set()
     await settle()
@@ -239,13 +239,13 @@ async def test_a_load_in_the_background_that_fails(server: Server, caplog: pytes
     for name, path in (("hat", "bad"), ("cap", "s"), ("hood", "h")):
         server.adapters.begin(name, path)
     for taken in ("hat", "m"):
-        with pytest.raises(InvalidRequestError, match="is being loaded|is served already"):
+        with pytest.raises(InvalidRequestError, match=r"is being loaded|is served already"):
             server.adapters.begin(taken, "h")
     hat = asyncio.create_task(server.served.loaded(server.served.choose("", [Lora("hat")], 3)))
     await settle()
     server.engines.gate.set()
     await foreground
-    with pytest.raises(InvalidRequestError, match="'hat' was not loaded. Invalid 'lora_path': bad.") as caught:
+    with pytest.raises(InvalidRequestError, match=r"'hat' was not loaded\. Invalid 'lora_path': bad\.") as caught:
         await hat
     assert (caught.value.param, caught.value.code) == ("lora", "adapter_not_loaded")
     await settle()
