@@ -4,8 +4,9 @@ says."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,18 @@ import pytest_asyncio
 from adapters import make_lora
 from fault_kit import make_input, processes, start, until
 
+from core.config import ModelConfig
 from core.errors import DeadlineExceededError, InvalidRequestError
 from core.late_adapters import LateAdapters
 from core.lora import Lora
-from core.messages.engine import EngineRequest
+from core.messages.engine import AdapterAdded, EngineRequest
+from core.sampling_params import SamplingParams
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput, EditReport
+from entrypoints.image_engine import Edit, ImageEngine
 from tools.random_checkpoints import make_sd3
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+on_site = pytest.mark.asyncio(loop_scope="module")
 
 MOST = 5
 STEPS = 40
@@ -83,24 +87,36 @@ class Site:
         return None if of_request is None else of_request.steps_left
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("model")
     checkpoint = make_sd3(folder / "sd3")
-    files = {"hat": make_lora(folder / "hat.safetensors", checkpoint), "bad": folder / "bad.safetensors"}
-    files["bad"].write_bytes(b"\x00" * 100)
-    async with start(checkpoint) as engine:
-        gate, additions = asyncio.Event(), engine.services.router.additions
-        load = additions.load_adapter
+    hat, bad = make_lora(folder / "hat.safetensors", checkpoint), folder / "bad.safetensors"
+    bad.write_bytes(b"\x00" * 100)
+    return {"checkpoint": checkpoint, "hat": hat, "bad": bad}
 
-        async def slowly(*asked: Any) -> Any:
-            await gate.wait()
-            return await load(*asked)
 
-        additions.load_adapter = slowly  # type: ignore[method-assign]
+def load_after(engine: AsyncEngine, wait: Callable[[], Awaitable[object]]) -> None:
+    """Let all loads begin only after a wait."""
+    additions = engine.services.router.additions
+    load = additions.load_adapter
+
+    async def slowly(*asked: Any) -> AdapterAdded:
+        await wait()
+        return await load(*asked)
+
+    additions.load_adapter = slowly  # type: ignore[method-assign]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def site(files: dict[str, Path]) -> AsyncIterator[Site]:
+    async with start(files["checkpoint"]) as engine:
+        gate = asyncio.Event()
+        load_after(engine, gate.wait)
         yield Site(engine, files, gate)
 
 
+@on_site
 async def test_pages_are_with_the_adapter_or_without(site: Site) -> None:
     """Edits under a mask read pages; one whose first steps have no adapter computes every token instead."""
     edit = make_input(steps=12)
@@ -122,6 +138,7 @@ async def test_pages_are_with_the_adapter_or_without(site: Site) -> None:
     site.engine.unload_adapter("hat")
 
 
+@on_site
 async def test_an_adapter_that_does_not_come(site: Site) -> None:
     """What waits for it fails with the reason, in its time."""
     task = await site.late("unloaded", exact(8))
@@ -151,6 +168,7 @@ async def test_an_adapter_that_does_not_come(site: Site) -> None:
     site.engine.unload_adapter("hat")
 
 
+@on_site
 async def test_one_that_is_loaded_before_anything_begins_is_like_any_other(site: Site) -> None:
     site.begin()
     choice = site.engine.choose_model(loras=[Lora("hat")], steps_without_lora=MOST)
@@ -165,6 +183,7 @@ async def test_one_that_is_loaded_before_anything_begins_is_like_any_other(site:
     site.engine.unload_adapter("hat")
 
 
+@on_site
 async def test_what_began_without_is_repeated_after_deaths(site: Site) -> None:
     """Of the worker, and of the engine: the same steps have no adapter, so that the picture is the same."""
     plain, report = await site.run("plain", exact(), loras=())
@@ -189,3 +208,38 @@ async def test_what_began_without_is_repeated_after_deaths(site: Site) -> None:
         again, report = await task
         assert (again == picture, report.steps_without_lora) == (True, MOST)
         await until(lambda: all(site.engine.alive))
+
+
+WORKFLOW = """
+from entrypoints.workflows import Workflow, steps
+from entrypoints.workflows.families import VAE, Denoiser, LatentsGenerator, LoRA, TextEncoder, denoise
+from entrypoints.workflows.optimizations import AsynchronousAdapters
+
+workflow = Workflow(name="hatted")
+denoiser = Denoiser()
+denoiser.add_patch(LoRA("hat", 0.8))
+latents = LatentsGenerator()(workflow.add_input("seed", int))
+prompt_embeds = TextEncoder()(workflow.add_input("prompt", str))
+for _ in steps(workflow.add_input("num_inference_steps", int)):
+    latents = denoise(denoiser(latents, prompt_embeds), latents)
+workflow.add_output(VAE()(latents, mode="decode"), name="picture")
+workflow.optimize(AsynchronousAdapters(steps=2))
+"""
+
+
+def test_a_workflow_may_have_its_requests_begin_without(files: dict[str, Path], tmp_path: Path) -> None:
+    """Offline, with the adapter of its denoiser."""
+    (tmp_path / "hatted.py").write_text(WORKFLOW)
+    model = ModelConfig(model=str(files["checkpoint"]), served_model_name="tiny", workflow="hatted", threads=1)
+    asked = [Edit(prompt="a red hat")], SamplingParams(num_inference_steps=6, seed=1)
+    with ImageEngine(models=[model], workflows=[tmp_path]) as engine:
+        load_after(engine._engine, partial(asyncio.sleep, 0.5))
+        assert engine.load_adapter("hat", files["hat"], wait=False).parent == "tiny"
+        (late,) = engine.generate(*asked)
+        (whole,) = engine.generate(*asked)
+        assert (late.error, whole.error) == (None, None)
+        assert late.reports[0].steps_without_lora in (1, 2)
+        assert whole.reports[0].steps_without_lora is None
+        assert late.images[0].tobytes() != whole.images[0].tobytes()
+        with pytest.raises(InvalidRequestError, match="'hat' is served already"):
+            engine.load_adapter("hat", files["hat"])
