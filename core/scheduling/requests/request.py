@@ -238,6 +238,11 @@ class Request:
         last = self._steps_before(own[-1]) + self.progress.rounds[own[-1]] - 1
         return self._step_of(node) >= min(late.most, last)
 
+    @property
+    def stands_still(self) -> bool:
+        """Whether its next step waits for late adapters, so that it needs no slot."""
+        return self.spec.late is not None and self.step_node is not None and self.awaits_adapters(self.step_node)
+
     def use_adapters(self, patches: PatchSet) -> None:
         """Have late adapters, which are loaded now, from the next step on, or from where the request had them when it
         was computed before. patches: all of its adapters.

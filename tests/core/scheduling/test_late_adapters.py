@@ -10,7 +10,7 @@ from fakes import make_edit, make_hires_edit, with_spec
 from ranks_that_die import Site, checkpoints_every, run_until
 
 from core.late_adapters import LateAdapters
-from core.messages.engine import AdaptersUsed, EngineRequest, Failed, Finished, UseAdapters
+from core.messages.engine import AdaptersUsed, EngineRequest, Failed, Finished, PartialImage, UseAdapters
 from core.messages.worker import Batch, StepPlan
 from core.patches import Patch
 from core.scheduling.ops.denoise import Denoise
@@ -186,12 +186,21 @@ def test_one_that_waits_can_be_aborted_and_has_a_deadline() -> None:
     assert failed.failure.kind == "deadline_exceeded"
 
 
-def test_others_go_on_while_one_waits() -> None:
-    site = Adapted()
-    for name in "abc":
-        site.scheduler.add(late(make_edit(name), most=1) if name == "a" else make_edit(name))
+@pytest.mark.parametrize("most", [0, 1])
+def test_others_go_on_while_as_many_wait_as_may_run_together(most: int) -> None:
+    """Those that wait are still shown as far as they are."""
+    site, waiting = Adapted(), [f"late{number}" for number in range(8)]
+    for name in waiting:
+        site.scheduler.add(late(make_edit(name, steps=3, partial_images=2), most=most))
     site.stand_still()
-    assert sorted(site.ended) == ["b", "c"]
-    site.load()
+    assert site.ended == []
+    assert sum(isinstance(output, PartialImage) for output in site.outputs) == 8 * most
+    for name in "abc":
+        site.scheduler.add(make_edit(name))
+    for _ in range(40):
+        site.step()
+    assert sorted(site.ended) == ["a", "b", "c"]
+    for name in waiting:
+        site.load(name)
     site.finish()
-    assert site.ended[-1] == "a"
+    assert sorted(site.ended[3:]) == waiting
