@@ -36,6 +36,7 @@ PARTS: Mapping[str, Sequence[str]] = {
     "asynchronous_adapters": (
         "core/late_adapters.py",
         "core/scheduling/requests/request.py:Request.awaits_adapters",
+        "core/scheduling/requests/request.py:Request.stands_still",
         "core/scheduling/requests/request.py:Request.use_adapters",
         "core/scheduling/requests/request.py:Request._step_of",
         "core/scheduling/requests/request.py:Request._steps_before",
@@ -47,6 +48,7 @@ PARTS: Mapping[str, Sequence[str]] = {
         "engine/client/sessions/edit_session.py:EditSession._use_adapters",
         "engine/client/sessions/runtime_adapters.py:RuntimeAdapters.begin",
         "engine/client/sessions/runtime_adapters.py:RuntimeAdapters._load_late",
+        "engine/client/sessions/runtime_adapters.py:RuntimeAdapters._serve_late",
         "engine/router/router.py:RoutedRequest.use_adapters",
         "engine/router/router.py:RoutedRequest.note_adapters",
         "engine/router/router.py:RoutedRequest.note_shown",

@@ -191,6 +191,7 @@ class EditSession(Session):
             case Aborted() if self.displaced_for:
                 raise self._displaced(self.displaced_for)
             case Aborted() if self._not_loaded is not None:
+                self._services.metrics.observe_failed(self._model.name)
                 raise self._not_loaded
             case Aborted():
                 raise shut_down()
