@@ -3,12 +3,16 @@ repeated."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 from fakes import make_edit, make_hires_edit, with_spec
 from ranks_that_die import Site, checkpoints_every, run_until
 
+from core.graph.progress import Progress
+from core.graph.workflow import Node, Region
+from core.graph.workflows.inpaint import INPAINT
 from core.late_adapters import LateAdapters
 from core.messages.engine import AdaptersUsed, EngineRequest, Failed, Finished, PartialImage, UseAdapters
 from core.messages.worker import Batch, StepPlan
@@ -16,6 +20,8 @@ from core.patches import Patch
 from core.scheduling.ops.denoise import Denoise
 from core.scheduling.ops.text_encode import TextEncode
 from core.scheduling.policies.planner.default import Default
+from core.scheduling.requests.bindings import Binding
+from core.scheduling.requests.request import Request
 
 HAT = (Patch("hat", 0.5),)
 
@@ -204,3 +210,22 @@ def test_others_go_on_while_as_many_wait_as_may_run_together(most: int) -> None:
         site.load(name)
     site.finish()
     assert sorted(site.ended[3:]) == waiting
+
+
+def test_rounds_of_classes_are_no_steps() -> None:
+    turn = Node("turn", "run", role="turn", region="turns")
+    workflow = replace(INPAINT, nodes=(turn, *INPAINT.nodes), regions=(Region("turns", rounds=3), *INPAINT.regions))
+    models = dict.fromkeys((node.name for node in workflow.nodes), "m") | {"turn": "turn"}
+    rounds = {region.name: region.rounds or 4 for region in workflow.regions}
+    progress = Progress(workflow, {name: int(number) for name, number in rounds.items()})
+    request = Request(late(make_edit("a"), most=2), workflow, Binding(models, {}, ()), progress)
+    for _ in range(3):
+        request.send(turn, (0,))
+    assert request.num_begun == 1
+    request.send(workflow.node("denoise"), (0,))
+    request.send(workflow.node("denoise"), (0,))
+    assert request.num_begun == 2
+    assert request.awaits_adapters(workflow.node("denoise"))
+    request.use_adapters(HAT)
+    assert request.patches_of(workflow.node("denoise")) == HAT
+    assert request.patches_of(turn) == request.patches_of(workflow.node("text_encode")) == ()
