@@ -191,9 +191,14 @@ LAWS = {
     ),
     f"{OPENAI}.fields": Law((*SHARED, *SEEN, "entrypoints", f"{OPENAI}.fields"), ENTRY),
     "entrypoints.workflows": Law(
-        ("core", "core.graph", "core.ipc", OPS, "entrypoints.workflows", "entrypoints.workflows.comfy"), SMALL
+        (
+            *("core", "core.graph", "core.ipc", OPS, "entrypoints.workflows"),
+            *("entrypoints.workflows.comfy", "entrypoints.workflows.optimizations"),
+        ),
+        SMALL,
     ),
     "entrypoints.workflows.comfy": Law(("core", "core.graph", "core.ipc", "entrypoints.workflows.comfy"), SMALL),
+    "entrypoints.workflows.optimizations": Law(("core", "core.graph", "entrypoints.workflows.optimizations"), SMALL),
     "entrypoints.workflows.families": Law(("core", *GRAPH, *below("entrypoints.workflows")), SMALL),
     "entrypoints": Law(
         (*SHARED, *SEEN, "entrypoints", "entrypoints.calibration", *below("entrypoints.workflows"), *below(OPENAI)),

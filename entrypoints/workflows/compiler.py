@@ -21,6 +21,7 @@ from entrypoints.workflows.choice import Choice
 from entrypoints.workflows.connected import Connected
 from entrypoints.workflows.loop import Loop
 from entrypoints.workflows.lowered import Lowered
+from entrypoints.workflows.optimizations import optimized
 from entrypoints.workflows.passes import Passes
 from entrypoints.workflows.previews import previews_of
 from entrypoints.workflows.registered import Registered
@@ -38,7 +39,7 @@ def compile_workflow(workflow: Workflow) -> Registered:
 
     A call becomes the node that its model is lowered to. What the engine's graph has no edge for becomes a node
     between: a loop's first value that no node makes under the carried one's name, a result that a loop or nobody makes,
-    the beginning of a branch, and its end.
+    the beginning of a branch, and its end. Then the optimizations that the workflow asks for rewrite the graph.
     """
     workflow.check_closed()
     return _Compiler(workflow).compiled()
@@ -89,7 +90,7 @@ class _Compiler:
             loras=self._loras or {},
             defaults=workflow.defaults,
         )
-        return Registered((graph,), tuple(self._classes.values()))
+        return Registered((optimized(graph, workflow.optimizations.values()),), tuple(self._classes.values()))
 
     # ------------------------------------------------------------------------------------------------ requests
 

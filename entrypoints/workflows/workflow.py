@@ -20,6 +20,7 @@ from entrypoints.workflows.data_type import form_of
 from entrypoints.workflows.loop import Loop
 from entrypoints.workflows.meeting import Meeting
 from entrypoints.workflows.model import Model
+from entrypoints.workflows.optimizations import OPTIMIZATIONS, Optimization
 from entrypoints.workflows.recorder import current_recorder, recorder_for
 from entrypoints.workflows.value import Value
 
@@ -44,6 +45,7 @@ class Workflow:
         self.inputs: dict[str, tuple[Value, bool]] = {}  # name -> (value, whether requests must give it)
         self.outputs: dict[str, Value] = {}
         self.defaults: dict[str, Literal] = {}  # field of requests for pictures -> its value where they leave it out
+        self.optimizations: dict[type[Optimization], Optimization] = {}
         self.trace: list[Call | Choice | Meeting] = []  # a choice stands before its branches, a meeting behind them
         self.loops: list[Loop] = []
         self._loop: Loop | None = None  # in whose body it is
@@ -87,6 +89,15 @@ class Workflow:
             if not isinstance(value, str | int | float | bool):
                 self._fail("", f"default {name}: it is a {type(value).__name__}; give text, a number or a bool")
         self.defaults |= fields
+
+    def optimize(self, optimization: Optimization) -> None:
+        """Have the compiler rewrite the graph: optimize(AsynchronousAdapters(steps=4)). The last one of a kind counts.
+        Raises WorkflowError.
+        """
+        if type(optimization) not in OPTIMIZATIONS:
+            known = ", ".join(kind.__name__ for kind in OPTIMIZATIONS)
+            self._fail("", f"optimize: {optimization!r:.80} is none; there are {known}")
+        self.optimizations[type(optimization)] = optimization
 
     # ------------------------------------------------------------------------------------------------ what models do
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from core.errors import InvalidRequestError
@@ -118,6 +119,10 @@ class Request:
     known_sizes: dict[tuple[str, bool], NodeSizes] = field(default_factory=dict)
     # (node, whether it is a mask-aware step) -> its work
     known_work: dict[tuple[str, bool], Work] = field(default_factory=dict)
+    # Its late adapters, if it has some.
+    patches: PatchSet = field(init=False)  # all of its adapters; () while late ones are not loaded
+    num_begun: int = 0  # of its first steps, those that were sent without; at least 1 once anything was sent
+    steps_without_lora: int | None = None  # of its first steps, those that run without, once they are loaded
     has_lost_rank: bool = False  # one of its ranks has died: values may be in shared memory alone
     num_moving: int = 0  # values that a worker is writing to shared memory
     num_deaths: int = field(init=False)  # processes that died while they ran it
@@ -173,6 +178,9 @@ class Request:
 
     def __post_init__(self) -> None:
         self.id, self.spec, self.num_deaths = self.head.request_id, self.head.spec, self.head.num_deaths
+        self.patches, late = self.spec.patches, self.spec.late
+        if late is not None and late.are_loaded:
+            self.steps_without_lora = late.least
 
     @property
     def picture(self) -> PictureSpec:
@@ -208,8 +216,54 @@ class Request:
         return self.binding.needs
 
     def patches_of(self, node: Node) -> PatchSet:
-        """The adapters that change the layers of a node's model: only the request's own model has any."""
-        return self.spec.patches if self.model_of(node) == self.head.model else ()
+        """The adapters that change the layers of a node's model in its next run: only the request's own model has any,
+        and late ones from one of its steps on.
+        """
+        if self.model_of(node) != self.head.model:
+            return ()
+        without = self.steps_without_lora
+        if self.spec.late is None or without == 0:
+            return self.patches
+        has_them = without is not None and node.region and self._step_of(node) >= without
+        return self.patches if has_them else ()
+
+    def awaits_adapters(self, node: Node) -> bool:
+        """Whether the next run of a ready node is to have late adapters that are not loaded: from the step that waits
+        for them on, and in the last step of the request's own model at the latest.
+        """
+        late = self.spec.late
+        if late is None or self.steps_without_lora is not None or self.model_of(node) != self.head.model:
+            return False
+        own = [step.region for step in self.workflow.counted_steps if self.model_of(step) == self.head.model]
+        if not own:
+            return False
+        last = self._first_steps[own[-1]] + self.progress.rounds[own[-1]] - 1
+        return self._step_of(node) >= min(late.most, last)
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether its next step waits for late adapters, so that it needs no slot."""
+        return self.spec.late is not None and self.step_node is not None and self.awaits_adapters(self.step_node)
+
+    def use_adapters(self, patches: PatchSet) -> None:
+        """Have late adapters, which are loaded now, from the next step on, or from where the request had them when it
+        was computed before. patches: all of its adapters.
+        """
+        assert self.spec.late is not None, f"{self.id} has no late adapters"
+        if self.steps_without_lora is None:
+            self.patches, self.steps_without_lora = patches, max(self.spec.late.least, self.num_begun)
+
+    def _step_of(self, node: Node) -> int:
+        """The number of the step that the next run of a node is for, over all loops of steps; 0 outside of these."""
+        first = self._first_steps.get(node.region)
+        return 0 if first is None else first + self.progress.scheduled[node.name]
+
+    @property
+    def _first_steps(self) -> dict[str, int]:
+        """Loop of steps -> the number of its first one."""
+        loops = list(dict.fromkeys(step.region for step in self.workflow.counted_steps))
+        ends = accumulate((self.progress.rounds[loop] for loop in loops), initial=0)
+        return dict(zip(loops, ends, strict=False))
 
     def preview_place(self, node: Node) -> ArrayRef | None:
         """Memory that the caller sees, for the picture of a side node's run; None: other nodes alone get it."""
@@ -287,6 +341,8 @@ class Request:
 
     def send(self, node: Node, ranks: tuple[int, ...]) -> None:
         """Note that a node's next run is sent to these ranks."""
+        if self.spec.late is not None and self.steps_without_lora is None:
+            self.num_begun = max(self.num_begun, self._step_of(node) + 1)
         self.progress.start(node)
         self.sent_to[node.name, self.progress.scheduled[node.name] if node.region else 0] = ranks
         self.ranks.update(ranks)

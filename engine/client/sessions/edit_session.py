@@ -18,6 +18,7 @@ from core.errors import AdapterNotFiniteError, DeadlineExceededError, EngineDead
 from core.messages.engine import (
     Aborted,
     AdapterAdded,
+    AdaptersUsed,
     Failed,
     Finished,
     PartialImage,
@@ -42,6 +43,9 @@ from engine.observability.tracing import current_span
 from engine.router.engine_client import RequestOutput
 
 logger = logging.getLogger("stencil.engine")
+
+MOST_LOAD_SECONDS = 120.0
+"""How long a request waits for adapters that are loading, whatever its timeout: their file system may hang."""
 
 
 class EditSession(Session):
@@ -73,6 +77,8 @@ class EditSession(Session):
         self._in_preparation = CancelScope()  # by `displace`
         self._images = EditImages(services.router, self.done)
         self._delivery: EditDelivery | None = None  # once it is prepared
+        self._choice = choice
+        self._not_loaded: StencilError | None = None  # why it cannot have its late adapters
         self._is_with_caller = False  # nothing is done for it before its caller asks for the next output
 
     # ---------------------------------------------------------------------------------- to the engine
@@ -99,7 +105,22 @@ class EditSession(Session):
             )
             self._images.submit(image)
             self.is_submitted = True
+        if any(image.request.picture.late is not None for image in images):
+            self._services.sessions.run_in_background(self._use_adapters())
         self._is_with_caller = True
+
+    async def _use_adapters(self) -> None:
+        """Wait for the adapters that were still loading, and have the images go on with them, or fail."""
+        try:
+            async with asyncio.timeout(MOST_LOAD_SECONDS):
+                patches = await self._services.served.loaded(self._choice)
+        except (StencilError, TimeoutError) as error:
+            slow = DeadlineExceededError(f"An adapter of the request was not loaded within {MOST_LOAD_SECONDS:g} s.")
+            self._not_loaded = error if isinstance(error, StencilError) else slow
+            self._services.router.abort(self._images.ids)
+        else:
+            self.patches = patches  # they are kept until it ends
+            self._services.router.use_adapters(self._images.ids, patches)
 
     @property
     def waits_for_caller(self) -> bool:
@@ -169,9 +190,12 @@ class EditSession(Session):
                 raise self._failed(output)
             case Aborted() if self.displaced_for:
                 raise self._displaced(self.displaced_for)
+            case Aborted() if self._not_loaded is not None:
+                self._services.metrics.observe_failed(self._model.name)
+                raise self._not_loaded
             case Aborted():
                 raise shut_down()
-            case TemplatePrimed() | AdapterAdded() | WorkflowAdded():
+            case TemplatePrimed() | AdapterAdded() | AdaptersUsed() | WorkflowAdded():
                 raise AssertionError(f"{output.request_id} is an edit, and was answered as a template")
 
     # ---------------------------------------------------------------------------------- failures
