@@ -17,7 +17,8 @@ import msgspec
 
 from core.config import CacheConfig, StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
-from core.errors import EngineError, InvalidRequestError, StencilError
+from core.errors import EngineError, InvalidRequestError, ModelNotFoundError, OverloadedError, StencilError
+from core.failure import LEAST_RETRY_SECONDS
 from core.graph.workflow import Workflow
 from core.ipc.limits import check_limits
 from core.lora import Lora
@@ -164,6 +165,7 @@ class AsyncEngine:
         """
         services = self.services
         self._check_served(choice)
+        self._check_workflow(choice)
         session = EditSession(services, self._results, request_id, edit, choice)
         services.admission.check_queue(session)
         with services.sessions.track(session):
@@ -222,7 +224,8 @@ class AsyncEngine:
         if workflow is None or not workflow.loras:
             return choice
         own = (Lora(adapter, scale) for adapter, scale in workflow.loras.items())
-        return choose_model(self.models, choice.model.name, (*own, *choice.loras))
+        named = name if name and not self.models[name].parent else choice.model.name
+        return choose_model(self.models, named, (*own, *choice.loras))
 
     def check_ready(self) -> None:
         """Raises OverloadedError, and counts the refusal, unless a request can be served at once: while models load, no
@@ -256,6 +259,19 @@ class AsyncEngine:
         self._check_up(choice.model.name)
         if not self._served.has(choice):
             raise InvalidRequestError("Invalid 'lora': an adapter of this request was unloaded.", param="lora")
+
+    def _check_workflow(self, choice: ModelChoice) -> None:
+        """Check likewise that the workflow is served which the choice was made for. Raises ModelNotFoundError if it was
+        deleted, OverloadedError if it was replaced.
+        """
+        name, served = choice.model.workflow, self._served
+        title = name.partition("@")[0]
+        if name == title or name in served.added.values():
+            return
+        if title not in served.added:
+            raise ModelNotFoundError(title)
+        message = f"The workflow '{title}' was replaced meanwhile; try again."
+        raise OverloadedError(message, retry_after=LEAST_RETRY_SECONDS)
 
     # ---------------------------------------------------------------------------------- templates
 
@@ -315,12 +331,14 @@ class AsyncEngine:
 
     # ---------------------------------------------------------------------------------- workflows
 
-    async def register_workflows(self, workflows: Sequence[Workflow], classes: Sequence[RunClass]) -> None:
+    async def register_workflows(
+        self, workflows: Sequence[Workflow], classes: Sequence[RunClass], model: str = ""
+    ) -> None:
         """See `RuntimeWorkflows.register`. Raises OverloadedError, too: while no worker is up, and when the server
         shuts down.
         """
         self.check_ready()
-        await self._workflows.register(workflows, classes)
+        await self._workflows.register(workflows, classes, model)
 
     def remove_workflow(self, name: str) -> None:
         """See `RuntimeWorkflows.remove`."""
@@ -331,7 +349,7 @@ class AsyncEngine:
 
     @property
     def models(self) -> dict[str, ModelInfo]:
-        """Served models by name; empty until ready."""
+        """Served models by name, see ServedModels; empty until ready."""
         return self._served.by_name
 
     @property

@@ -21,7 +21,7 @@ from core.config import CacheConfig, StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
 from core.errors import ConfigError, EngineDeadError, MessageError, ModelUnavailableError, StencilError
 from core.failure import NEVER_BEGUN, Failure
-from core.graph.catalog import with_registered
+from core.graph.catalog import with_registered, with_variants
 from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
 from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, Finished, PartialImage, PrimeTemplate
@@ -276,12 +276,14 @@ class Router:
     async def add_workflow(self, load: LoadWorkflow) -> None:
         """Have all engines take a workflow in use, see `Additions.load_workflow`, whose errors it raises."""
         await self.additions.load_workflow(load)
-        self._workflows[load.workflow.name] = load.workflow
+        self._workflows |= {each.name: each for each in with_variants(load.workflow)}
 
-    def drop_workflow(self, name: str) -> None:
+    def drop_workflow(self, drop: DropWorkflow) -> None:
         """Forget a workflow that no request has any more, and have all engines free what its classes have."""
-        self.additions.remove(DropWorkflow(name))
-        if (gone := self._workflows.pop(name, None)) is not None:
+        self.additions.remove(drop)
+        if (gone := self._workflows.get(drop.name)) is not None:
+            for each in with_variants(gone):
+                del self._workflows[each.name]
             named = frozenset[str]().union(*(workflow.class_names for workflow in self._workflows.values()))
             self._fleet.forget_classes(gone.class_names - named)
 

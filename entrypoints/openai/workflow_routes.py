@@ -1,4 +1,4 @@
-"""The routes that register and delete workflows of users' classes while the server runs."""
+"""The routes that register and delete workflows of users while the server runs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def workflow_router(engine: AsyncEngine, admin_keys: KeyRing) -> APIRouter:
     importing = asyncio.Lock()  # one at a time: most imports load PyTorch
 
     @router.post(ADMIN_PATH, response_model=None, openapi_extra=WORKFLOW_BODY, responses=WORKFLOW_ANSWERS)
-    async def register_workflows(request: Request) -> Response:
+    async def register_workflows(request: Request, model: str = "") -> Response:
         """Register the workflows of a file, whose text is the body; answers when requests may name them. Those that are
-        served under the same names are replaced: requests that run end on the former ones.
+        served under the same names are replaced: requests that run end on the former ones. Those that make pictures
+        make them with `model`, or with the first one.
         """
         _check_key(request)
         engine.check_ready()
@@ -40,7 +41,7 @@ def workflow_router(engine: AsyncEngine, admin_keys: KeyRing) -> APIRouter:
             text = await read_text(request, MAX_TEXT_BYTES)
             async with importing:
                 registered = await _imported(text)
-        await engine.register_workflows(registered.workflows, registered.classes)
+        await engine.register_workflows(registered.workflows, registered.classes, model)
         names = [workflow.title for workflow in registered.workflows]
         return _json({"object": "list", "data": [{"id": name, "object": "model"} for name in names]})
 

@@ -54,7 +54,7 @@ class RuntimeAdapters:
         models = self._services.served.by_name
         if model and models.get(model) is not None and models[model].parent:
             raise ModelNotFoundError(model)
-        return choose_model(models, model).model
+        return models[choose_model(models, model).model.name]  # a workflow's name may stand for it
 
     async def _load(self, name: str, path: str, model: ModelInfo) -> ModelInfo:
         served = self._services.served

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -10,16 +10,13 @@ import core.scheduling.ops  # noqa: F401  registers the ops that workflows name
 from core.config import ModelConfig
 from core.errors import ConfigError
 from core.graph.catalog import NAMED, WORKFLOWS
-from core.graph.workflow import Node, Workflow, outputs_of, role_of
+from core.graph.foreign_reads import foreign_read
+from core.graph.workflow import Workflow
 from core.handles import ModelKey
 from core.model_info import ModelInfo
 from core.run_class import RUN_CLASS
 from core.sampler_defaults import SamplerDefaults
 from model_executor.models.base import Family
-
-PASSED_ON = ("latents", "mask", "picture")
-"""Types of values that one model makes for another: latents for one of the same latent space, masks and pictures for
-any. All others are for its own nodes."""
 
 
 def component_of(role: str, workflows: Iterable[Workflow]) -> str:
@@ -141,21 +138,7 @@ def _check_pair(config: ModelConfig, role: str, kind: str, own: Family, player: 
 
 
 def _check_sources(config: ModelConfig, workflow: Workflow) -> None:
-    """Raises ConfigError if a node would read from another model what only its own can make: text embeddings, condition
-    and the sampler's state are each model's own."""
-    for node, source, value in _reads(workflow):
-        mine, its = (config.players.get(role_of(each), config.name) for each in (node, source))
-        if mine != its:
-            role = next(role for role in (role_of(node), role_of(source)) if role in config.players)
-            what = f"{role_of(source)} of {its} makes {value} for {role_of(node)} of {mine}"
-            raise ConfigError(f"{config.name}: {config.key_of(role)}: {what}; one model must play both")
-
-
-def _reads(workflow: Workflow) -> Iterator[tuple[Node, Node, str]]:
-    """(node, node that it reads, type of the value), without what may be passed on."""
-    for node in workflow.nodes:
-        for edge in node.inputs:
-            source = workflow.node(edge.source)
-            kind = next(port.type for port in outputs_of(source) if port.name == edge.name)
-            if kind not in PASSED_ON:
-                yield node, source, kind
+    """Raises ConfigError if a node would read from another model what only its own can make."""
+    if found := foreign_read(workflow, config.name, config.players):
+        role, what = found
+        raise ConfigError(f"{config.name}: {config.key_of(role)}: {what}")
