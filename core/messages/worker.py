@@ -155,12 +155,17 @@ class LoadWorkflow(Message, frozen=True):
     classes: tuple[RunClass, ...]  # that it names, without text
     text: ClassText | None = None  # of those that are of a file
     model: str = ""  # name of the served model whose pictures it makes; "": classes compute all of it
+    # Role -> name of the model that plays it instead of this one.
+    roles: dict[str, str] = msgspec.field(default_factory=dict)
 
     @classmethod
-    def of(cls, workflow: Workflow, classes: Iterable[RunClass], model: str = "") -> LoadWorkflow:
-        """The order to load a checked workflow. classes: those that it names; texts of classes are of one file."""
+    def of(cls, workflow: Workflow, classes: Iterable[RunClass], model: ModelInfo | None = None) -> LoadWorkflow:
+        """The order to load a checked workflow. classes: those that it names; texts of classes are of one file. model:
+        whose pictures it makes, with the roles that others play.
+        """
         known = tuple(classes)
-        return cls("", workflow, tuple(each.without_text for each in known), ClassText.of(known), model)
+        name, roles = ("", {}) if model is None else (model.name, model.roles)
+        return cls("", workflow, tuple(each.without_text for each in known), ClassText.of(known), name, roles)
 
     @property
     def removal(self) -> DropWorkflow:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from math import inf
+from types import MappingProxyType
 
 import msgspec
 
@@ -142,14 +143,16 @@ class StepScheduler:
 
     # ------------------------------------------------------------------------------------------------- workflows
 
-    def add_workflow(self, workflow: Workflow, classes: Iterable[RunClass]) -> None:
+    def add_workflow(
+        self, workflow: Workflow, classes: Iterable[RunClass], roles: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         """Take requests of one more workflow, which was checked, and of its variants. Its name is its content's alone:
-        one that is here already is this one. classes: of users, that it names.
+        one that is here already is this one. classes: of users, that it names. roles: of its model, with it.
         """
         known = tuple(classes)
         for each in with_variants(workflow):
             self.workflows[each.name] = each
-            self._bindings.add(each.name, known)
+            self._bindings.add(each.name, known, roles)
         self._loads.residency.note_named(LoadedComponent(each.key, each.nbytes) for each in known)
 
     def drop_workflow(self, name: str) -> None:

@@ -29,6 +29,7 @@ from core.validation import shorten
 from engine.client.admission.not_ready import not_ready
 from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.processes.page_folder import check_page_folder
+from engine.client.resolve.bound_model import BoundModel
 from engine.client.resolve.class_label import edits_nothing
 from engine.client.resolve.served_models import ServedModels
 from engine.client.run_files import RunEncoding, RunResults
@@ -39,7 +40,7 @@ from engine.client.sessions.edit_session import EditSession
 from engine.client.sessions.run_session import RunSession
 from engine.client.sessions.running_sessions import RunningSessions
 from engine.client.sessions.runtime_adapters import RuntimeAdapters
-from engine.client.sessions.runtime_workflows import RuntimeWorkflows
+from engine.client.sessions.runtime_workflows import FIRST_MODEL, RuntimeWorkflows
 from engine.client.sessions.template_session import TemplateSession
 from engine.client.sessions.upload_place import UploadPlace
 from engine.client.templates.result_templates import ResultTemplates
@@ -332,13 +333,13 @@ class AsyncEngine:
     # ---------------------------------------------------------------------------------- workflows
 
     async def register_workflows(
-        self, workflows: Sequence[Workflow], classes: Sequence[RunClass], model: str = ""
+        self, workflows: Sequence[Workflow], classes: Sequence[RunClass], bound: BoundModel = FIRST_MODEL
     ) -> None:
         """See `RuntimeWorkflows.register`. Raises OverloadedError, too: while no worker is up, and when the server
         shuts down.
         """
         self.check_ready()
-        await self._workflows.register(workflows, classes, model)
+        await self._workflows.register(workflows, classes, bound)
 
     def remove_workflow(self, name: str) -> None:
         """See `RuntimeWorkflows.remove`."""

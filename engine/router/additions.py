@@ -52,9 +52,9 @@ class Additions:
         return added[0]
 
     async def load_workflow(self, load: LoadWorkflow) -> None:
-        """Have every engine with its model that is up take a workflow in use; others when they are. Raises InvalidRequestError for a
-        class that workers cannot import or load, RunError if that ends them, EngineDeadError if all engines die
-        meanwhile, OverloadedError if none is up; then none has it.
+        """Have every engine with its model that is up take a workflow in use; others when they are. Raises
+        InvalidRequestError for a class that workers cannot import or load, RunError if that ends them, EngineDeadError
+        if all engines die meanwhile, OverloadedError if none is up; then none has it.
         """
         answers = await self._ask_all(load)
         added = {load.workflow.name for answer in answers.values() if not isinstance(answer, Failed)}

@@ -21,7 +21,7 @@ class ServedModels:
     """Empty, with the command line's limits, until every engine is ready.
 
     by_name: name -> info, adapters included. A workflow that was registered while the server runs, and makes a model's
-    pictures, is a name here, too: its info is the model's, whose name it keeps, but for the workflow. engine: the
+    pictures, is a name here, too: its info is the model's, whose name it keeps, but for workflow and roles. engine: the
     engines' configuration. workflows: name -> workflow, of those that engines run for models. run_workflows: title ->
     workflow, of those that `AsyncEngine.run` takes: those that users have registered, of their classes alone.
     """
@@ -72,18 +72,17 @@ class ServedModels:
         runs."""
         return {name: info.workflow for name, info in self.by_name.items() if name != info.name}
 
-    def add_workflow(self, workflow: Workflow, model: str = "") -> None:
-        """Serve a workflow under its title, instead of the one that had it. model: whose pictures it makes; "": classes
-        compute all of it."""
+    def add_workflow(self, workflow: Workflow, model: ModelInfo | None = None) -> None:
+        """Serve a workflow under its title, instead of the one that had it. model: whose pictures it makes; None:
+        classes compute all of it."""
         title = workflow.title
-        if not model:
+        if model is None:
             self.by_name = _without(self.by_name, title)
             self.run_workflows = self.run_workflows | {title: workflow}
             return
         self.run_workflows = _without(self.run_workflows, title)
         self.workflows = self.workflows | {each.name: each for each in with_variants(workflow)}
-        info = msgspec.structs.replace(self.by_name[model], workflow=workflow.name)
-        self.by_name = self.by_name | {title: info}
+        self.by_name = self.by_name | {title: msgspec.structs.replace(model, workflow=workflow.name)}
 
     def remove_workflow(self, title: str) -> None:
         """Serve one of the registered workflows no more."""

@@ -17,7 +17,7 @@ from core.messages.worker import DropWorkflow, LoadWorkflow
 from core.model_info import ModelInfo
 from core.run_class import RunClass
 from core.validation import check_matches, shorten
-from engine.client.resolve.needed_components import check_components
+from engine.client.resolve.bound_model import BoundModel
 from engine.client.services import Services
 
 MAX_WORKFLOWS = 1024
@@ -29,6 +29,9 @@ NAME = r"[\w.-]{1,64}"
 MAX_BYTES = 512 * 1024
 """Most bytes of the messages for all workflows that engines have taken in use while they serve. A worker that is
 restarted is sent them at once, and half of its ring remains for plans."""
+
+FIRST_MODEL = BoundModel()
+"""Of a registration that names no model."""
 
 
 class RuntimeWorkflows:
@@ -45,20 +48,23 @@ class RuntimeWorkflows:
         self._loads: dict[str, LoadWorkflow] = {}  # name with digest -> how engines have got it
         self._first = {each.name: each for each in services.config.engine.classes}  # classes from the start
 
-    async def register(self, workflows: Sequence[Workflow], classes: Iterable[RunClass], model: str = "") -> None:
+    async def register(
+        self, workflows: Sequence[Workflow], classes: Iterable[RunClass], bound: BoundModel = FIRST_MODEL
+    ) -> None:
         """Serve these workflows, which were checked, instead of those of the same names. classes: that they name, with
-        their text, all of one file. model: whose pictures they make; "": of the first one. Raises InvalidRequestError
-        for a name that is taken, for what the model lacks, and for a class that workers cannot import or load; RunError
-        if that ends them; ModelNotFoundError, OverloadedError; then nothing has changed.
+        their text, all of one file. bound: for those that make a model's pictures. Raises InvalidRequestError for a
+        name that is taken, for what the server lacks, and for a class that workers cannot import or load; RunError if
+        that ends them; ModelNotFoundError, OverloadedError; then nothing has changed.
         """
         known = {each.name: each for each in classes}
         async with self._services.sessions.until_shutdown(), self._changing:
-            self._check_model(model, workflows)
+            bound.check_use(workflows)
             self._check_names([each.name for each in workflows])
-            loads = [self._load_of(each, known, model) for each in workflows]
+            models = [self._model_of(each, bound) for each in workflows]
+            loads = [self._load_of(each, known, model) for each, model in zip(workflows, models, strict=True)]
             await self._load([each for each in loads if each.workflow.name not in self._loads])
-            for load in loads:
-                self._serve(load)
+            for load, model in zip(loads, models, strict=True):
+                self._serve(load.workflow, model)
 
     def remove(self, name: str) -> None:
         """Serve a workflow no more. Requests that run it end as they began. Raises ModelNotFoundError."""
@@ -68,14 +74,11 @@ class RuntimeWorkflows:
         self._services.served.remove_workflow(name)
         self._services.sessions.run_in_background(self._drop(former))
 
-    def _check_model(self, name: str, workflows: Sequence[Workflow]) -> None:
-        """Raises ModelNotFoundError, also for an adapter, and InvalidRequestError for a model that nothing needs."""
-        info = self._services.served.by_name.get(name)
-        if name and (info is None or info.parent or info.name != name):
-            raise ModelNotFoundError(name)
-        if name and not any(each.is_for_pictures for each in workflows):
-            message = "Invalid 'model': no workflow of the file makes pictures of a model; leave it out."
-            raise InvalidRequestError(message, param="model")
+    def _model_of(self, workflow: Workflow, bound: BoundModel) -> ModelInfo | None:
+        """The model whose pictures a workflow makes; None: classes compute all of it. Raises InvalidRequestError."""
+        if not workflow.is_for_pictures:
+            return None
+        return bound.info_for(workflow, self._services.served.by_name, self._services.config.engine)
 
     def _check_names(self, names: Sequence[str]) -> None:
         """Raises InvalidRequestError."""
@@ -89,23 +92,15 @@ class RuntimeWorkflows:
             message = f"Invalid workflow: {MAX_WORKFLOWS} workflows are served already; delete another one first."
             raise InvalidRequestError(message, code="too_many_workflows")
 
-    def _load_of(self, workflow: Workflow, classes: dict[str, RunClass], model: str) -> LoadWorkflow:
-        """How engines get a workflow. model: "": the first one, if it is for pictures. Raises InvalidRequestError."""
-        base = self._base(model) if workflow.is_for_pictures else None
-        if base is not None:
-            check_components(workflow, base, self._services.served.by_name)
+    def _load_of(self, workflow: Workflow, classes: dict[str, RunClass], model: ModelInfo | None) -> LoadWorkflow:
+        """How engines get a workflow. Raises InvalidRequestError."""
         if lacking := sorted(workflow.class_names - classes.keys()):
             message = f"Invalid workflow: '{workflow.name}' names a class '{shorten(lacking[0])}' that it has not."
             raise InvalidRequestError(message, code="invalid_workflow")
         mine = [classes[name] for name in sorted(workflow.class_names)]
-        load = LoadWorkflow.of(workflow, mine, "" if base is None else base.name)
+        load = LoadWorkflow.of(workflow, mine, model)
         digest = hashlib.sha256(encode(load)).hexdigest()[:16]
         return msgspec.structs.replace(load, workflow=replace(workflow, name=f"{workflow.name}@{digest}"))
-
-    def _base(self, name: str) -> ModelInfo:
-        """The model whose pictures are made; "": the first one."""
-        models = self._services.served.by_name
-        return models[name or next(iter(models))]
 
     async def _load(self, loads: Sequence[LoadWorkflow]) -> None:
         """Have all engines take these in use, or none. Raises as `register`."""
@@ -141,10 +136,10 @@ class RuntimeWorkflows:
                 )
                 raise InvalidRequestError(message, code="invalid_workflow")
 
-    def _serve(self, load: LoadWorkflow) -> None:
-        served, workflow = self._services.served, load.workflow
+    def _serve(self, workflow: Workflow, model: ModelInfo | None) -> None:
+        served = self._services.served
         former = served.registered.get(workflow.title)
-        served.add_workflow(workflow, load.model)
+        served.add_workflow(workflow, model)
         if former is not None and former != workflow.name:
             self._services.sessions.run_in_background(self._drop(former))
 

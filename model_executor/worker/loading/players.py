@@ -39,21 +39,15 @@ def borrowed(
 
 
 def with_players(info: ModelInfo, config: ModelConfig, taken: tuple[ModelKey, ...]) -> ModelInfo:
-    """The info of a model with its roles, and with the defaults of its requests. A run that two models share takes all
-    steps and computes all tokens, at noise levels that their schedulers make. taken: from `borrowed`. Raises
+    """The info of a model with its roles, and with the defaults of its requests. taken: from `borrowed`. Raises
     ConfigError for a default that its sampler cannot do.
     """
     defaults = {f"default_{name}": value for name, value in msgspec.structs.asdict(config.defaults).items()}
     info = msgspec.structs.replace(
         info,
         workflow=config.workflow,
-        roles=config.players,
-        borrowed=taken,
         **{name: value for name, value in defaults.items() if value is not None},
-    )
-    if "refiner" in info.roles:  # which may see no references
-        shared = {"takes_sigmas": False, "can_skip_steps": False, "step_schedules": (), "references": None}
-        info = msgspec.structs.replace(info, page_scheme=None, **shared)
+    ).with_players(config.players, taken)
     steps, shift, sigmas = info.default_num_inference_steps, info.default_shift, info.default_sigmas
     sampler = SamplerDefaults(num_inference_steps=steps, shift=shift, sigmas=sigmas)
     if reason := sampler.why_not(
