@@ -132,6 +132,8 @@ async def made(engine: AsyncEngine, name: str, edit: EditInput, loras: tuple[Lor
     return decode(data)[..., :3]
 
 
+inside = box_mask(SIZE) > 0
+
 Pictures = Mapping[tuple[str, str], Pixels]
 """(workflow, edit or generation) -> its picture."""
 
@@ -194,7 +196,7 @@ async def test_pictures_are_those_of_a_start_with_the_same_files(engine: AsyncEn
     assert list(engine.models) == ["base", "polish", "style", "subject", *CASES]
     for (name, kind), pixels in expected.items():
         np.testing.assert_array_equal(await made(engine, name, asked(CASES[name], kind)), pixels, f"{name} {kind}")
-    plain = await made(engine, "base", asked(GUARDED, "edit"))
+    plain = await made(engine, "base", replace(asked(GUARDED, "edit"), inputs={}))
     np.testing.assert_array_equal(plain, expected["guarded", "edit"])
     for name in ("figure7", "two_passes", "two_loras_refined"):
         assert (expected[name, "edit"] != plain).any()
@@ -215,39 +217,44 @@ async def test_deaths_change_no_bit(engine: AsyncEngine, expected: Pictures) -> 
     check_same(await all_made(engine), expected)
 
 
-def stricter(most_red: float) -> str:
-    """`guarded` with a limit of its own."""
+def mine(most_red: float, gate: Path | None = None) -> str:
+    """The file of `guarded` as `mine`, with a limit of its own; its class waits for a gate."""
     text = EXAMPLES.joinpath("guarded.py").read_text()
-    return text.replace('workflow.add_input("most_red", float)', repr(most_red))
+    text = text.replace('workflow.add_input("most_red", float)', repr(most_red)).replace('name="guarded"', 'name="mine"')
+    if gate is None:
+        return text
+    waiting = f"import time, os\n        while not os.path.exists({str(gate)!r}):\n            time.sleep(0.01)\n        "
+    return text.replace("        is_safe =", f"        {waiting}is_safe =")
 
 
-async def test_running_requests_end_on_the_workflow_that_they_began(engine: AsyncEngine) -> None:
-    """Also when it is deleted; nothing is left of it, and what is registered anew is another."""
-    before = dict(engine.services.served.workflows)
-    await register(engine, stricter(255.0).replace('name="guarded"', 'name="mine"'))
-    edit = replace(GUARDED.edit(), inputs={}, sampling=SamplingParams(num_inference_steps=40, seed=SEED))
+async def test_running_requests_end_on_the_workflow_that_they_began(engine: AsyncEngine, tmp_path: Path) -> None:
+    """Also when it is deleted; nothing is left of it then."""
+    before, gate = dict(engine.services.served.workflows), tmp_path / "gate"
+    edit = replace(GUARDED.edit(), inputs={})
     plain = await made(engine, "base", edit)
+    await register(engine, mine(255.0, gate))
     first = asyncio.create_task(made(engine, "mine", replace(edit)))
     await until(lambda: engine.num_requests_running == 1)
-    await register(engine, stricter(-255.0).replace('name="guarded"', 'name="mine"'))
+    await register(engine, mine(-255.0, gate))
     second = asyncio.create_task(made(engine, "mine", replace(edit)))
-    await until(lambda: engine.num_requests_running == 2)
+    await until(lambda: engine.num_admitted == 2)
     engine.remove_workflow("mine")
     with pytest.raises(ModelNotFoundError):
         engine.choose_model("mine")
     assert not first.done()
+    assert not second.done()
+    gate.touch()
     np.testing.assert_array_equal(await first, plain)
-    black = await second
-    assert not black[box_mask(SIZE) > 0].any()
+    assert not (await second)[inside].any()
     await until(lambda: dict(engine.services.served.workflows) == before)
     await until(lambda: engine.services.arena.used_bytes == 0)
 
 
 async def test_a_choice_whose_workflow_is_gone_is_refused(engine: AsyncEngine) -> None:
     """The time between is short: a request has been read, and its session has not begun."""
-    await register(engine, stricter(255.0).replace('name="guarded"', 'name="mine"'))
+    await register(engine, mine(255.0))
     choice = engine.choose_model("mine")
-    await register(engine, stricter(254.0).replace('name="guarded"', 'name="mine"'))
+    await register(engine, mine(254.0))
     edit = replace(GUARDED.edit(), inputs={})
     with pytest.raises(Exception, match="'mine' was replaced meanwhile"):
         async with engine.edit("replaced", edit, choice):
@@ -264,7 +271,7 @@ async def test_no_partial_image_slips_past_a_class(engine: AsyncEngine) -> None:
         files = [bytes(output.data) async for output in outputs]
     assert len(files) == 3
     for data in files:
-        assert not decode(data)[..., :3][box_mask(SIZE) > 0].any()
+        assert not decode(data)[..., :3][inside].any()
 
 
 DEADLY = """
