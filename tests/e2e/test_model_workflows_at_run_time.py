@@ -217,25 +217,23 @@ async def test_deaths_change_no_bit(engine: AsyncEngine, expected: Pictures) -> 
     check_same(await all_made(engine), expected)
 
 
-def mine(most_red: float, gate: Path | None = None) -> str:
-    """The file of `guarded` as `mine`, with a limit of its own; its class waits for a gate."""
-    text = EXAMPLES.joinpath("guarded.py").read_text()
-    text = text.replace('workflow.add_input("most_red", float)', repr(most_red)).replace('name="guarded"', 'name="mine"')
-    if gate is None:
-        return text
-    waiting = f"import time, os\n        while not os.path.exists({str(gate)!r}):\n            time.sleep(0.01)\n        "
-    return text.replace("        is_safe =", f"        {waiting}is_safe =")
+def mine(most_red: float) -> str:
+    """The file of `guarded` as `mine`, with a limit of its own."""
+    text = EXAMPLES.joinpath("guarded.py").read_text().replace('name="guarded"', 'name="mine"')
+    return text.replace('workflow.add_input("most_red", float)', repr(most_red))
 
 
-async def test_running_requests_end_on_the_workflow_that_they_began(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_running_requests_end_on_the_workflow_that_they_began(engine: AsyncEngine) -> None:
     """Also when it is deleted; nothing is left of it then."""
-    before, gate = dict(engine.services.served.workflows), tmp_path / "gate"
-    edit = replace(GUARDED.edit(), inputs={})
-    plain = await made(engine, "base", edit)
-    await register(engine, mine(255.0, gate))
+    before = dict(engine.services.served.workflows)
+    edit = replace(GUARDED.edit(), inputs={}, sampling=SamplingParams(num_inference_steps=200, seed=SEED))
+    plain, *read = await asyncio.gather(
+        made(engine, "base", edit), *(read_sent(mine(each)) for each in (255.0, -255.0))
+    )
+    await engine.register_workflows(read[0].workflows, read[0].classes)
     first = asyncio.create_task(made(engine, "mine", replace(edit)))
     await until(lambda: engine.num_requests_running == 1)
-    await register(engine, mine(-255.0, gate))
+    await engine.register_workflows(read[1].workflows, read[1].classes)
     second = asyncio.create_task(made(engine, "mine", replace(edit)))
     await until(lambda: engine.num_admitted == 2)
     engine.remove_workflow("mine")
@@ -243,7 +241,6 @@ async def test_running_requests_end_on_the_workflow_that_they_began(engine: Asyn
         engine.choose_model("mine")
     assert not first.done()
     assert not second.done()
-    gate.touch()
     np.testing.assert_array_equal(await first, plain)
     assert not (await second)[inside].any()
     await until(lambda: dict(engine.services.served.workflows) == before)
@@ -293,7 +290,9 @@ async def test_a_class_that_ends_workers_fails_its_own_requests_alone(engine: As
     for number in range(2):
         with pytest.raises(Exception, match=r"worker|class|refused"):
             await asyncio.wait_for(made(engine, "deadly", replace(asked_for, prompt=f"hat {number}")), 60)
-    check_same(dict(zip((("guarded", "edit"), ("figure7", "edit")), await asyncio.gather(*others), strict=True)), expected)
+    check_same(
+        dict(zip((("guarded", "edit"), ("figure7", "edit")), await asyncio.gather(*others), strict=True)), expected
+    )
     await until(lambda: engine.is_ready and all(engine.num_ranks))
     check_same(await all_made(engine), expected)
     engine.remove_workflow("deadly")

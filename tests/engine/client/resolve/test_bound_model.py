@@ -64,7 +64,7 @@ def test_roles_are_those_of_the_model_and_those_that_are_given() -> None:
     assert {*found.borrowed} == {*MODELS["polish"].components}
     assert (found.name, found.page_scheme, found.can_skip_steps) == ("base", None, False)
     assert info(REFINED, "refined") == MODELS["refined"]
-    assert info(REFINED, "refined", refiner_text_encoder="other").roles["refiner_text_encoder"] == "other"
+    assert info(REFINED, "refined", refiner="base").roles == dict.fromkeys(REFINER_ROLES, "base")
 
 
 LACKING: dict[str, tuple[Workflow, str, dict[str, str], str]] = {
@@ -79,7 +79,12 @@ LACKING: dict[str, tuple[Workflow, str, dict[str, str], str]] = {
     "a name as refiner": (REFINED, "base", {"refiner": "added"}, r"no model is called 'added'"),
     "pictures": (REFINED, "base", {"refiner": "classes"}, r"models of classes share"),
     "its latents": (REFINED, "base", {"refiner": "other"}, r"other cannot go on with latents of base: 64 numbers in"),
-    "one player": (REFINED, "base", {"refiner": "polish", "refiner_vae": "refined"}, r"makes .* for .* of polish; give"),
+    "one player": (
+        REFINED,
+        "base",
+        {"refiner": "polish", "refiner_vae": "refined"},
+        r"makes .* for .* of polish; give",
+    ),
     "such a role": (INPAINT, "base", {"refiner": "polish"}, r"'refiner': no workflow of the file has a role"),
     "a role of others": (INPAINT, "base", {"vae": "polish"}, r"'vae'.* always played by the model's own vae"),
 }
