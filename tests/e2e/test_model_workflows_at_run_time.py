@@ -227,13 +227,11 @@ async def test_running_requests_end_on_the_workflow_that_they_began(engine: Asyn
     """Also when it is deleted; nothing is left of it then."""
     before = dict(engine.services.served.workflows)
     edit = replace(GUARDED.edit(), inputs={}, sampling=SamplingParams(num_inference_steps=200, seed=SEED))
-    plain, *read = await asyncio.gather(
-        made(engine, "base", edit), *(read_sent(mine(each)) for each in (255.0, -255.0))
-    )
-    await engine.register_workflows(read[0].workflows, read[0].classes)
+    plain, fine, bad = await asyncio.gather(made(engine, "base", edit), *map(read_sent, map(mine, (255.0, -255.0))))
+    await engine.register_workflows(fine.workflows, fine.classes)
     first = asyncio.create_task(made(engine, "mine", replace(edit)))
     await until(lambda: engine.num_requests_running == 1)
-    await engine.register_workflows(read[1].workflows, read[1].classes)
+    await engine.register_workflows(bad.workflows, bad.classes)
     second = asyncio.create_task(made(engine, "mine", replace(edit)))
     await until(lambda: engine.num_admitted == 2)
     engine.remove_workflow("mine")

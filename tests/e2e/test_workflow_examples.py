@@ -113,7 +113,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Registered:
     return Registered.together([read, Registered((PICKING,), BUILT_IN)])
 
 
-@pytest_asyncio.fixture(params=[1, 2], scope="module", loop_scope="module")
+@pytest_asyncio.fixture(params=[1, 3], scope="module", loop_scope="module")
 async def engine(
     request: pytest.FixtureRequest, tiny_checkpoint: Path, examples: Registered
 ) -> AsyncIterator[AsyncEngine]:

@@ -83,7 +83,7 @@ LACKING: dict[str, tuple[Workflow, str, dict[str, str], str]] = {
         REFINED,
         "base",
         {"refiner": "polish", "refiner_vae": "refined"},
-        r"makes .* for .* of polish; give",
+        r"makes .* of polish; give",
     ),
     "such a role": (INPAINT, "base", {"refiner": "polish"}, r"'refiner': no workflow of the file has a role"),
     "a role of others": (INPAINT, "base", {"vae": "polish"}, r"'vae'.* always played by the model's own vae"),
