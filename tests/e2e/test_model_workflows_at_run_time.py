@@ -21,7 +21,7 @@ from engines import serving_engine
 from fault_kit import file_of, processes, until
 from pictures import Pixels, decode
 
-from core.config import AdapterConfig, ControlNetConfig, EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
+from core.config import AdapterConfig, ControlNetConfig, EngineConfig, ModelConfig, StencilConfig
 from core.control import Control
 from core.errors import InvalidRequestError, ModelNotFoundError
 from core.lora import Lora
@@ -118,7 +118,6 @@ def models(folder: Path, *named: tuple[str, tuple[str, ...], Mapping[str, Any]])
 def config(models: tuple[ModelConfig, ...], num_ranks: int = 1, read: Registered | None = None) -> StencilConfig:
     engine = EngineConfig(
         models=models,
-        scheduler=SchedulerConfig(max_retries=100),
         workers_per_engine=num_ranks,
         classes=read.classes if read else (),
         workflows=read.workflows if read else (),
@@ -267,34 +266,6 @@ async def test_no_partial_image_slips_past_a_class(engine: AsyncEngine) -> None:
     assert len(files) == 3
     for data in files:
         assert not decode(data)[..., :3][inside].any()
-
-
-DEADLY = """
-import os
-
-class Deadly(Safety):
-    def execute(self, image, most_red):
-        os._exit(3)
-
-"""
-
-
-async def test_a_class_that_ends_workers_fails_its_own_requests_alone(engine: AsyncEngine, expected: Pictures) -> None:
-    text = EXAMPLES.joinpath("guarded.py").read_text()
-    text = text.replace('\nwith Workflow(name="guarded")', f'{DEADLY}\nwith Workflow(name="deadly")')
-    await register(engine, text.replace("checked = Safety()", "checked = Deadly()"))
-    asked_for = replace(GUARDED.edit(), owner="mallory")
-    others = [asyncio.create_task(made(engine, name, asked(CASES[name], "edit"))) for name in ("guarded", "figure7")]
-    for number in range(2):
-        with pytest.raises(Exception, match=r"worker|class|refused"):
-            await asyncio.wait_for(made(engine, "deadly", replace(asked_for, prompt=f"hat {number}")), 60)
-    check_same(
-        dict(zip((("guarded", "edit"), ("figure7", "edit")), await asyncio.gather(*others), strict=True)), expected
-    )
-    await until(lambda: engine.is_ready and all(engine.num_ranks))
-    check_same(await all_made(engine), expected)
-    engine.remove_workflow("deadly")
-    await until(lambda: not any(name.startswith("deadly") for name in engine.services.served.workflows))
 
 
 async def test_what_the_server_lacks_is_named(engine: AsyncEngine) -> None:
