@@ -49,7 +49,7 @@ async def test_the_address_says_whose_pictures_are_made(client: httpx.AsyncClien
     assert engine.bound == BoundModel("tiny/fill", {"refiner": "polish", "second": "other one"})
     await client.post(ROUTE, content=TEXT, headers=ADMIN)
     assert engine.bound == BoundModel()
-    for wrong in ("model=", "refiner=a&refiner=b", "=x"):
+    for wrong in ("model=", "refiner=a&refiner=b"):
         answer = await client.post(f"{ROUTE}?{wrong}", content=TEXT, headers=ADMIN)
         assert_refused(answer, 400, "invalid_value", wrong.partition("=")[0])
 
