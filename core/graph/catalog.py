@@ -67,7 +67,7 @@ def with_registered(registered: Iterable[Workflow], classes: Collection[str]) ->
 
 def with_variants(workflow: Workflow) -> Iterator[Workflow]:
     """A workflow, and those that serve requests with ControlNets, or whose mask is to be found, instead. One that has
-    such nodes itself has no such variant.
+    such nodes itself has no such variant. Raises WorkflowError if it has others of their names.
     """
     yield workflow
     ops = {node.op for node in workflow.nodes}

@@ -14,12 +14,15 @@ import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
+import torch
 from adapters import make_lora
 from control_rig import lines
+from diffusers import FluxControlNetInpaintPipeline, FluxControlNetModel, FluxInpaintPipeline
 from edits import box_mask, picture
 from engines import serving_engine
 from fault_kit import file_of, processes, until
 from pictures import Pixels, decode
+from PIL import Image
 
 from core.config import AdapterConfig, ControlNetConfig, EngineConfig, ModelConfig, StencilConfig
 from core.control import Control
@@ -76,7 +79,7 @@ class Case:
         )
 
 
-FIGURE7 = Case("figure7", "figure7", is_steered=True, adapters=("style",))
+FIGURE7 = Case("figure7", "figure7", {"guidance_scale": 3.5}, is_steered=True, adapters=("style",))
 GUARDED = Case("guarded", "guarded", inputs={"most_red": 255.0})
 HIRES = Case("hires", "two_passes", {"hires_scale": 2.0, "hires_strength": 0.7})
 REFINED = Case(
@@ -199,6 +202,33 @@ async def test_pictures_are_those_of_a_start_with_the_same_files(engine: AsyncEn
     np.testing.assert_array_equal(plain, expected["guarded", "edit"])
     for name in ("figure7", "two_passes", "two_loras_refined"):
         assert (expected[name, "edit"] != plain).any()
+
+
+async def test_figure_7_is_the_picture_of_diffusers(folder: Path, expected: Pictures) -> None:
+    flux = FluxInpaintPipeline.from_pretrained(folder / "flux")
+    parts = {name: part for name, part in flux.components.items() if name not in ("image_encoder", "feature_extractor")}
+    net = FluxControlNetModel.from_pretrained(folder / "union")
+    pipeline = FluxControlNetInpaintPipeline(**parts, controlnet=net)
+    pipeline.load_lora_weights(str(folder / "style.safetensors"))
+    pipeline.set_progress_bar_config(disable=True)
+    (theirs,) = pipeline(
+        prompt="a red hat",
+        image=Image.new("RGB", SIZE, (128, 128, 128)),
+        mask_image=Image.new("L", SIZE, 255),
+        width=SIZE[0],
+        height=SIZE[1],
+        num_inference_steps=4,
+        strength=1.0,
+        guidance_scale=3.5,
+        max_sequence_length=16,
+        control_image=[Image.fromarray(lines(SEED, SIZE))],
+        control_mode=0,
+        controlnet_conditioning_scale=[1.0],
+        control_guidance_start=[0.0],
+        control_guidance_end=[1.0],
+        generator=torch.Generator("cpu").manual_seed(SEED),
+    ).images
+    assert np.abs(expected["figure7", "generation"].astype(int) - np.asarray(theirs)).max() <= 2
 
 
 async def test_company_changes_no_bit(engine: AsyncEngine, expected: Pictures) -> None:

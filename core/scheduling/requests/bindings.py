@@ -63,7 +63,7 @@ class Bindings:
         self._users = ClassUsers(classes, {each.name: each.class_names for each in workflows})
         self._keys: dict[tuple[str, str], ModelKeys] = {}  # (model, kind of component) -> its keys
         self._distinct: dict[tuple[str, str, tuple[ModelKey, ...], float], ModelKeys] = {}
-        self._roles: dict[str, Mapping[str, str]] = {}  # workflow -> its model's roles, if they are its own
+        self._roles: dict[str, Mapping[str, str]] = {}  # workflow that was added -> its model's roles with it
         self._bindings: dict[tuple[str, str, ControlNets], Binding] = {}  # (model, workflow, nets) -> its binding
 
     @property

@@ -12,6 +12,7 @@ from core.graph.foreign_reads import foreign_read
 from core.graph.workflow import Node, Workflow, op_of, role_of
 from core.model_info import ModelInfo
 from core.run_class import RUN_CLASS
+from core.validation import shorten
 
 
 class BoundModel(msgspec.Struct, frozen=True):
@@ -35,8 +36,7 @@ class BoundModel(msgspec.Struct, frozen=True):
         for name in self.players:
             meant = REFINER_ROLES if name == "refiner" else (name,)
             if not any(role in each.roles for each in for_pictures for role in meant):
-                message = f"Invalid '{name}': no workflow of the file has a role of this name; leave it out."
-                raise InvalidRequestError(message, param=name)
+                raise _refuse_player(name, "no workflow of the file has a role of this name; leave it out")
 
     def info_for(self, workflow: Workflow, models: Mapping[str, ModelInfo], engine: EngineConfig) -> ModelInfo:
         """The info of the model with these roles, under its own name. models: that are served, by name, adapters and
@@ -45,7 +45,7 @@ class BoundModel(msgspec.Struct, frozen=True):
         """
         model = models.get(self.model or next(iter(models)))
         if model is None or not _is_model(self.model or model.name, models):
-            raise ModelNotFoundError(self.model)
+            raise ModelNotFoundError(shorten(self.model))
         own = {role: name for role, name in self.roles.items() if role in workflow.roles}
         for role, name in own.items():
             _check_player(role, workflow.roles[role], name, model, models)
@@ -68,7 +68,7 @@ def _check_player(role: str, kind: str, name: str, model: ModelInfo, models: Map
     """Raises InvalidRequestError unless a model can play a role for another, as far as is known."""
     if not _is_model(name, models):
         known = ", ".join(other for other in models if _is_model(other, models) and other != model.name) or "no others"
-        raise _refuse_player(role, f"no model is called '{name}'; there are {known}")
+        raise _refuse_player(role, f"no model is called '{shorten(name)}'; there are {known}")
     if name == model.name:
         raise _refuse_player(role, f"{name} is the model itself; name another one, or leave it out")
     if role == kind:
@@ -128,4 +128,4 @@ def _refuse(workflow: Workflow, problem: str, remedy: str, node: Node | None = N
 
 
 def _refuse_player(role: str, problem: str) -> InvalidRequestError:
-    return InvalidRequestError(f"Invalid '{role}': {problem}.", param=role)
+    return InvalidRequestError(f"Invalid '{shorten(role)}': {problem}.", param=shorten(role))

@@ -296,6 +296,14 @@ def test_what_the_page_shows_is_a_workflow(tmp_path: Path) -> None:
     assert [workflow.name for workflow in read_workflows([file]).workflows] == ["safety"]
 
 
+def test_a_name_that_a_variant_needs_is_refused(tmp_path: Path) -> None:
+    """Of a workflow of a model: where the mask is to be found, a node `segment` finds it."""
+    file = tmp_path / "guarded.py"
+    file.write_text((EXAMPLES / "guarded.py").read_text().replace("Safety", "Segment"))
+    with pytest.raises(WorkflowError, match=f"{file}: .*two nodes are named segment"):
+        read_workflows([file])
+
+
 def test_an_error_of_the_graph_names_the_file(tmp_path: Path) -> None:
     said = refused(tmp_path, SOUND.replace('workflow.add_input("x", int)', '"words"'))
     assert "node twice, input x: its literal: it is a str" in said
