@@ -26,6 +26,7 @@ from entrypoints.workflows.import_messages import ImportAnswer, ImportOrder
 from entrypoints.workflows.importer import import_text
 from entrypoints.workflows.workflow_files import MAX_ANSWER, read_sent, read_workflows, registered_of
 
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "workflows"
 TIGHT = ImportLimits(seconds=20.0, cpu_seconds=1, memory_bytes=300 * 1024 * 1024)
 
 
