@@ -248,12 +248,9 @@ def test_a_workflow_that_makes_a_models_pictures_is_a_name_beside_the_model(
 
 
 LACKING = {
-    "guarded.py?model=none": (404, "model_not_found", "'none' does not exist"),
     "guarded.py?refiner=tiny/fill": (400, None, "'refiner': no workflow of the file has a role of this name"),
-    "safety.py?model=tiny/fill": (400, None, "'model': no workflow of the file makes pictures of a model"),
     "figure7.py": (400, "invalid_workflow", "tiny/fill has no controlnet; start the server with one"),
     "two_loras_refined.py": (400, "invalid_workflow", "no other model plays the role refiner"),
-    "two_loras_refined.py?refiner=tiny/fill": (400, None, "tiny/fill is the model itself"),
 }
 
 
