@@ -300,7 +300,11 @@ def test_what_the_page_shows_is_a_workflow(tmp_path: Path) -> None:
 def test_a_name_that_a_variant_needs_is_refused(tmp_path: Path) -> None:
     """Of a workflow of a model: where the mask is to be found, a node `segment` finds it."""
     file = tmp_path / "guarded.py"
-    file.write_text((EXAMPLES / "guarded.py").read_text().replace("Safety", "Segment"))
+    pictures = ', *(workflow.add_input(name, Image, required=False) for name in ("image", "mask")))'
+    text = (EXAMPLES / "guarded.py").read_text().replace('("seed", int))', f'("seed", int){pictures}')
+    file.write_text(text)
+    read_workflows([file])
+    file.write_text(text.replace("Safety", "Segment"))
     with pytest.raises(WorkflowError, match=f"{file}: .*two nodes are named segment"):
         read_workflows([file])
 
