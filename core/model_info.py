@@ -9,6 +9,7 @@ import msgspec
 
 from core.control_type import ControlType
 from core.handles import ModelKey
+from core.latent_space import LatentSpace
 from core.page_scheme import PageScheme
 from core.reference_pictures import ReferencePictures
 from core.sampler_defaults import LEFT_OPEN, SamplerDefaults
@@ -48,6 +49,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     controlnets: dict[str, ModelKey] = {}  # name -> the component
     controls: dict[str, ControlType] = {}  # control type, by which requests choose -> what it stands for
     edit_control_scale: float = 1.0  # of edits that name no scale; generations have 1. Set by the family
+    latent_space: LatentSpace | None = None  # whose latents it can go on with, set by the worker
     # Other models that work for it, set by the worker.
     workflow: str = ""  # that serves its requests; "": the first one of the catalog that takes what they give
     roles: dict[str, str] = {}  # role of a workflow -> name of the model that plays it instead of this one
@@ -105,6 +107,15 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     def needs(self) -> tuple[ModelKey, ...]:
         """All components that its requests are computed with, but for those whose mask is to be found."""
         return (*self.components, *self.borrowed)
+
+    def with_players(self, roles: dict[str, str], borrowed: tuple[ModelKey, ...]) -> ModelInfo:
+        """It with these roles and components of others, see there. A run that two models share takes all steps and
+        computes all tokens, at noise levels that their schedulers make."""
+        info = msgspec.structs.replace(self, roles=roles, borrowed=borrowed)
+        if "refiner" not in roles:
+            return info
+        shared = {"takes_sigmas": False, "can_skip_steps": False, "step_schedules": (), "references": None}
+        return msgspec.structs.replace(info, page_scheme=None, **shared)  # the refiner may see no references
 
     def controlnets_of(self, keys: Iterable[ModelKey]) -> tuple[str, ...]:
         """The names of these components, if all of them are ControlNets of it; else none."""

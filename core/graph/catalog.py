@@ -52,7 +52,7 @@ def with_registered(registered: Iterable[Workflow], classes: Collection[str]) ->
     whose name is taken, and a role that no class plays.
     """
     found = dict(WORKFLOWS)
-    for workflow in (each for one in registered for each in _with_variants(one)):
+    for workflow in (each for one in registered for each in with_variants(one)):
         if not workflow.name or workflow.name in found:
             raise WorkflowError(f"a workflow {workflow.name!r} is here already; give it another name", node="")
         check_workflow(workflow)
@@ -65,9 +65,9 @@ def with_registered(registered: Iterable[Workflow], classes: Collection[str]) ->
     return found
 
 
-def _with_variants(workflow: Workflow) -> Iterator[Workflow]:
+def with_variants(workflow: Workflow) -> Iterator[Workflow]:
     """A workflow, and those that serve requests with ControlNets, or whose mask is to be found, instead. One that has
-    such nodes itself has no such variant.
+    such nodes itself has no such variant. Raises WorkflowError if it has others of their names.
     """
     yield workflow
     ops = {node.op for node in workflow.nodes}

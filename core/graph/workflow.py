@@ -210,6 +210,11 @@ class Workflow:
         classes = self.classes_before(self.outputs.get("picture", ""))
         return next((node for node in reversed(self.nodes) if node.name in classes), None)
 
+    @cached_property
+    def has_previews(self) -> bool:
+        """Whether requests may ask for partial images: these pass through all that the picture passes through."""
+        return self.last_between is None or bool(self.side_nodes)
+
     def classes_before(self, name: str) -> set[str]:
         """Names of the nodes with ports of their own, up to a node itself, that decoded pictures pass on their way to
         it. Side nodes decode for themselves alone.

@@ -146,20 +146,31 @@ class DropAdapter(Message, frozen=True):
 
 
 class LoadWorkflow(Message, frozen=True):
-    """Take a workflow of users' classes in use, and import these beside the plans. Answered with a WorkflowLoaded. The
-    API server sends it to EngineCores, and these to all their ranks, which need the classes alone.
+    """Take a workflow in use, and import its users' classes beside the plans. Answered with a WorkflowLoaded. The API
+    server sends it to EngineCores, and these to all their ranks, which need the classes alone.
     """
 
     request_id: str
     workflow: Workflow  # of a name that no other content has
     classes: tuple[RunClass, ...]  # that it names, without text
     text: ClassText | None = None  # of those that are of a file
+    model: str = ""  # name of the served model whose pictures it makes; "": classes compute all of it
+    # Role -> name of the model that plays it instead of this one.
+    roles: dict[str, str] = msgspec.field(default_factory=dict)
 
     @classmethod
-    def of(cls, workflow: Workflow, classes: Iterable[RunClass]) -> LoadWorkflow:
-        """The order to load a checked workflow. classes: those that it names; texts of classes are of one file."""
+    def of(cls, workflow: Workflow, classes: Iterable[RunClass], model: ModelInfo | None = None) -> LoadWorkflow:
+        """The order to load a checked workflow. classes: those that it names; texts of classes are of one file. model:
+        whose pictures it makes, with the roles that others play.
+        """
         known = tuple(classes)
-        return cls("", workflow, tuple(each.without_text for each in known), ClassText.of(known))
+        name, roles = ("", {}) if model is None else (model.name, model.roles)
+        return cls("", workflow, tuple(each.without_text for each in known), ClassText.of(known), name, roles)
+
+    @property
+    def removal(self) -> DropWorkflow:
+        """What undoes it."""
+        return DropWorkflow(self.workflow.name, self.model)
 
     @property
     def whole_classes(self) -> tuple[RunClass, ...]:
@@ -171,6 +182,7 @@ class DropWorkflow(Message, frozen=True):
     """Forget a workflow that no request has, nor will, and free the classes that no other one names. No answer."""
 
     name: str
+    model: str = ""  # see LoadWorkflow
 
 
 Addition = LoadAdapter | LoadWorkflow

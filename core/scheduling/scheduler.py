@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from math import inf
+from types import MappingProxyType
 
 import msgspec
 
@@ -21,7 +22,7 @@ from core.costs.cost_model import CostKey, CostModel
 from core.costs.load_report import EngineStats, LoadReport
 from core.errors import InvalidRequestError, RunError
 from core.failure import Failure
-from core.graph.catalog import WORKFLOWS, with_registered
+from core.graph.catalog import WORKFLOWS, with_registered, with_variants
 from core.graph.check import check_workflow
 from core.graph.op import OPS
 from core.graph.workflow import Workflow
@@ -37,7 +38,7 @@ from core.messages.engine import (
 )
 from core.messages.worker import BatchResult, CostSample, Free, Load, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
-from core.run_class import RunClass
+from core.run_class import RUN_CLASS, RunClass
 from core.scheduling.dispatcher import Dispatched, Dispatcher
 from core.scheduling.endings import Endings, Output
 from core.scheduling.model_loads import LoadAnswer, ModelLoads
@@ -150,34 +151,41 @@ class StepScheduler:
 
     # ------------------------------------------------------------------------------------------------- workflows
 
-    def add_workflow(self, workflow: Workflow, classes: Iterable[RunClass]) -> None:
-        """Take requests of one more workflow of users' classes, which was checked. Its name is its content's alone: one
-        that is here already is this one. classes: that it names.
+    def add_workflow(
+        self, workflow: Workflow, classes: Iterable[RunClass], roles: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Take requests of one more workflow, which was checked, and of its variants. Its name is its content's alone:
+        one that is here already is this one. classes: of users, that it names. roles: of its model, with it.
         """
         known = tuple(classes)
-        self.workflows[workflow.name] = workflow
-        self._bindings.add(workflow.name, known)
+        for each in with_variants(workflow):
+            self.workflows[each.name] = each
+            self._bindings.add(each.name, known, roles)
         self._loads.residency.note_named(LoadedComponent(each.key, each.nbytes) for each in known)
 
     def drop_workflow(self, name: str) -> None:
         """Forget a workflow that no request has, nor will, and have ranks drop those of its classes that no other one
         names.
         """
-        if self.workflows.pop(name, None) is not None:
-            gone = self._bindings.drop(name)
-            self._predictor.forget(gone)
-            self._refusals.forget(gone)
-            self._loads.residency.retire(gone)
+        if (workflow := self.workflows.get(name)) is None:
+            return
+        gone = set[ModelKey]()
+        for each in with_variants(workflow):
+            del self.workflows[each.name]
+            gone |= self._bindings.drop(each.name)
+        self._predictor.forget(gone)
+        self._refusals.forget(gone)
+        self._loads.residency.retire(gone)
 
     def try_workflow(self, name: str) -> None:
         """Have ranks load a workflow's classes although no request waits for them, see `trial_of`; where bytes are
         limited, they are not: others might be dropped for them."""
-        if (needs := self._needs_of(name)) is not None and not self._loads.residency.budget:
+        if (needs := self._class_needs(name)) is not None and not self._loads.residency.budget:
             self._loads.residency.note_wanted(needs)
 
     def trial_of(self, name: str, now: float) -> Failure | bool:
         """Why a workflow's classes cannot be loaded, or else whether they are, or need not be tried any more."""
-        needs, residency = self._needs_of(name), self._loads.residency
+        needs, residency = self._class_needs(name), self._loads.residency
         if needs is None or residency.budget or not (missing := residency.missing(needs)):
             return True
         if (refusal := residency.refusal_of_loads(needs, now)) is not None:
@@ -187,10 +195,12 @@ class StepScheduler:
             return Failure.of(RunError("a worker ended while it loaded the workflow's classes"))
         return False
 
-    def _needs_of(self, name: str) -> Needs | None:
-        """What a workflow of users' classes alone computes with; None: it was dropped."""
+    def _class_needs(self, name: str) -> Needs | None:
+        """What a workflow's users' classes are; None: it was dropped. Models are loaded for their own requests."""
         workflow = self.workflows.get(name)
-        return None if workflow is None else self._bindings.of("", workflow).needs
+        names = () if workflow is None else sorted(workflow.class_names)
+        needs = tuple(dict.fromkeys(self._bindings.keys(each, RUN_CLASS) for each in names))
+        return None if workflow is None else needs
 
     # ------------------------------------------------------------------------------------------------- requests
 

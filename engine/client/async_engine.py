@@ -17,7 +17,8 @@ import msgspec
 
 from core.config import CacheConfig, StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
-from core.errors import EngineError, InvalidRequestError, StencilError
+from core.errors import EngineError, InvalidRequestError, ModelNotFoundError, OverloadedError, StencilError
+from core.failure import LEAST_RETRY_SECONDS
 from core.graph.workflow import Workflow
 from core.ipc.limits import check_limits
 from core.lora import Lora
@@ -28,6 +29,7 @@ from core.validation import shorten
 from engine.client.admission.not_ready import not_ready
 from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.processes.page_folder import check_page_folder
+from engine.client.resolve.bound_model import BoundModel
 from engine.client.resolve.class_label import edits_nothing
 from engine.client.resolve.served_models import ServedModels
 from engine.client.run_files import RunEncoding, RunResults
@@ -38,7 +40,7 @@ from engine.client.sessions.edit_session import EditSession
 from engine.client.sessions.run_session import RunSession
 from engine.client.sessions.running_sessions import RunningSessions
 from engine.client.sessions.runtime_adapters import RuntimeAdapters
-from engine.client.sessions.runtime_workflows import RuntimeWorkflows
+from engine.client.sessions.runtime_workflows import FIRST_MODEL, RuntimeWorkflows
 from engine.client.sessions.template_session import TemplateSession
 from engine.client.sessions.upload_place import UploadPlace
 from engine.client.templates.result_templates import ResultTemplates
@@ -164,6 +166,7 @@ class AsyncEngine:
         """
         services = self.services
         self._check_served(choice)
+        self._check_workflow(choice)
         session = EditSession(services, self._results, request_id, edit, choice)
         services.admission.check_queue(session)
         with services.sessions.track(session):
@@ -252,6 +255,19 @@ class AsyncEngine:
         if not self._served.has(choice):
             raise InvalidRequestError("Invalid 'lora': an adapter of this request was unloaded.", param="lora")
 
+    def _check_workflow(self, choice: ModelChoice) -> None:
+        """Check likewise that the workflow is served which the choice was made for. Raises ModelNotFoundError if it was
+        deleted, OverloadedError if it was replaced.
+        """
+        name, served = choice.model.workflow, self._served
+        title = name.partition("@")[0]
+        if name == title or name in served.added.values():
+            return
+        if title not in served.added:
+            raise ModelNotFoundError(title)
+        message = f"The workflow '{title}' was replaced meanwhile; try again."
+        raise OverloadedError(message, retry_after=LEAST_RETRY_SECONDS)
+
     # ---------------------------------------------------------------------------------- templates
 
     async def prime_template(
@@ -315,12 +331,14 @@ class AsyncEngine:
 
     # ---------------------------------------------------------------------------------- workflows
 
-    async def register_workflows(self, workflows: Sequence[Workflow], classes: Sequence[RunClass]) -> None:
+    async def register_workflows(
+        self, workflows: Sequence[Workflow], classes: Sequence[RunClass], bound: BoundModel = FIRST_MODEL
+    ) -> None:
         """See `RuntimeWorkflows.register`. Raises OverloadedError, too: while no worker is up, and when the server
         shuts down.
         """
         self.check_ready()
-        await self._workflows.register(workflows, classes)
+        await self._workflows.register(workflows, classes, bound)
 
     def remove_workflow(self, name: str) -> None:
         """See `RuntimeWorkflows.remove`."""
@@ -331,7 +349,7 @@ class AsyncEngine:
 
     @property
     def models(self) -> dict[str, ModelInfo]:
-        """Served models by name; empty until ready."""
+        """Served models by name, see ServedModels; empty until ready."""
         return self._served.by_name
 
     @property

@@ -245,7 +245,7 @@ class EngineCore:
             case LoadAdapter():
                 self._additions.load(message)
             case LoadWorkflow():  # its requests may come before the ranks have answered: they load its classes first
-                self._scheduler.add_workflow(message.workflow, message.classes)
+                self._scheduler.add_workflow(message.workflow, message.classes, message.roles)
                 self._additions.load(message)
             case DropAdapter():
                 self._additions.drop(message)

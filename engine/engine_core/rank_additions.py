@@ -17,7 +17,6 @@ from core.messages.worker import (
     Addition,
     AdditionDone,
     DropAdapter,
-    DropWorkflow,
     LoadAdapter,
     Removal,
     WorkflowLoaded,
@@ -141,4 +140,4 @@ def _undoing(message: Addition, answer: AdditionDone) -> Removal:
         assert isinstance(answer, AdapterLoaded), "each kind of load has its answer"
         return DropAdapter(message.model, answer.patch)
     assert isinstance(answer, WorkflowLoaded), "each kind of load has its answer"
-    return DropWorkflow(message.workflow.name)
+    return message.removal

@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from core.graph.catalog import WORKFLOWS
+from core.graph.catalog import WORKFLOWS, with_variants
 from core.graph.workflow import Workflow
 from core.messages.engine import AdaptersUsed, EngineRequest, Failed, Finished, PartialImage, ToEngine
-from core.messages.worker import Batch, BatchResult, FromWorker, StepPlan
+from core.messages.worker import Batch, BatchResult, DropWorkflow, FromWorker, LoadWorkflow, StepPlan
 from core.scheduling.endings import Output
 from engine.observability.tracing import Event, Span, Tracer
 
@@ -68,9 +68,9 @@ class EngineTrace:
     """One per EngineCore, which calls it for everything in order. Requests without trace context are ignored."""
 
     def __init__(self, tracer: Tracer, workflows: Mapping[str, Workflow] = WORKFLOWS) -> None:
-        """workflows: that requests may have, by name."""
+        """workflows: that requests may have from the start, by name."""
         self._tracer = tracer
-        self._step_names = {name: workflow.step_names for name, workflow in workflows.items()}
+        self._workflows = dict(workflows)
         self._traced: dict[str, _Traced] = {}  # by request id
         self._batches: dict[int, Batch] = {}  # id -> submitted batch with a traced request
 
@@ -79,8 +79,14 @@ class EngineTrace:
         match message:
             case EngineRequest(trace_context=context) if context:
                 span = self._tracer.begin("engine", "internal", {"traceparent": context}, time.monotonic())
-                names = self._step_names.get(message.workflow, frozenset())
+                workflow = self._workflows.get(message.workflow)
+                names = frozenset[str]() if workflow is None else workflow.step_names
                 self._traced[message.request_id] = _Traced(names, span)
+            case LoadWorkflow(workflow=workflow):
+                self._workflows |= {each.name: each for each in with_variants(workflow)}
+            case DropWorkflow(name=name) if name in self._workflows:
+                for each in with_variants(self._workflows[name]):
+                    del self._workflows[each.name]
             case BatchResult(batch_id=batch_id, rank=rank) if batch_id in self._batches:
                 if rank == self._batches[batch_id].ranks[0]:  # of several ranks the first one's times count
                     self._note(self._batches.pop(batch_id), message)

@@ -16,7 +16,7 @@ from core.errors import ConfigError, EngineDeadError, OverloadedError, StencilEr
 from core.failure import LEAST_RETRY_SECONDS, Failure
 from core.ipc.logs import of_request
 from core.messages.engine import AdapterAdded, Failed
-from core.messages.worker import Addition, DropAdapter, DropWorkflow, LoadAdapter, LoadWorkflow, Removal
+from core.messages.worker import Addition, DropAdapter, LoadAdapter, LoadWorkflow, Removal
 from engine.router.engine_client import RequestOutput
 from engine.router.engine_replica import EngineReplica
 
@@ -52,17 +52,17 @@ class Additions:
         return added[0]
 
     async def load_workflow(self, load: LoadWorkflow) -> None:
-        """Have every engine that is up take a workflow in use; others when they are. Raises InvalidRequestError for a
-        class that workers cannot import or load, RunError if that ends them, EngineDeadError if all engines die
-        meanwhile, OverloadedError if none is up; then none has it.
+        """Have every engine with its model that is up take a workflow in use; others when they are. Raises
+        InvalidRequestError for a class that workers cannot import or load, RunError if that ends them, EngineDeadError
+        if all engines die meanwhile, OverloadedError if none is up; then none has it.
         """
         answers = await self._ask_all(load)
         added = {load.workflow.name for answer in answers.values() if not isinstance(answer, Failed)}
         error = _error(answers.values(), added)
         if error is not None:
-            self.remove(DropWorkflow(load.workflow.name))
+            self.remove(load.removal)
             raise error
-        self._keep(DropWorkflow(load.workflow.name), load, answers)
+        self._keep(load.removal, load, answers)
 
     def remove(self, removal: Removal) -> None:
         """Free what no request uses any more, on all engines that have it."""
@@ -78,9 +78,7 @@ class Additions:
 
     def _having(self, what: Addition | Removal) -> list[EngineReplica]:
         """The engines that it is for: those with its model, if it is of one."""
-        if isinstance(what, LoadWorkflow | DropWorkflow):
-            return list(self._replicas)
-        return [replica for replica in self._replicas if what.model in replica.model_names]
+        return [replica for replica in self._replicas if not what.model or what.model in replica.model_names]
 
     async def _ask_all(self, load: A) -> dict[EngineReplica, RequestOutput]:
         """Engine -> its answer, of those that are up."""

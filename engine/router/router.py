@@ -21,7 +21,7 @@ from core.config import CacheConfig, StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
 from core.errors import ConfigError, EngineDeadError, MessageError, ModelUnavailableError, StencilError
 from core.failure import NEVER_BEGUN, Failure
-from core.graph.catalog import with_registered
+from core.graph.catalog import with_registered, with_variants
 from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
 from core.late_adapters import LateAdapters
@@ -109,6 +109,7 @@ class Router:
         self._fleet = Fleet(size, config.engine.scheduler.max_num_seqs, served if config.engine.engines else ())
         classes = {each.name for each in config.engine.classes}
         self._workflows = with_registered(config.engine.workflows, classes)
+        self._roles: dict[str, dict[str, str]] = {}  # workflow that was added -> its model's roles with it
         self._policy = make_policy(config.router_policy)
         self._max_retries = config.engine.scheduler.max_retries
         self._metrics = metrics
@@ -307,12 +308,17 @@ class Router:
     async def add_workflow(self, load: LoadWorkflow) -> None:
         """Have all engines take a workflow in use, see `Additions.load_workflow`, whose errors it raises."""
         await self.additions.load_workflow(load)
-        self._workflows[load.workflow.name] = load.workflow
+        variants = {each.name: each for each in with_variants(load.workflow)}
+        self._workflows |= variants
+        self._roles |= dict.fromkeys(variants, load.roles)
 
-    def drop_workflow(self, name: str) -> None:
+    def drop_workflow(self, drop: DropWorkflow) -> None:
         """Forget a workflow that no request has any more, and have all engines free what its classes have."""
-        self.additions.remove(DropWorkflow(name))
-        if (gone := self._workflows.pop(name, None)) is not None:
+        self.additions.remove(drop)
+        if (gone := self._workflows.get(drop.name)) is not None:
+            for each in with_variants(gone):
+                del self._workflows[each.name]
+                self._roles.pop(each.name, None)
             named = frozenset[str]().union(*(workflow.class_names for workflow in self._workflows.values()))
             self._fleet.forget_classes(gone.class_names - named)
 
@@ -374,6 +380,8 @@ class Router:
         info = self._models[request.model]
         if isinstance(request, PrimeTemplate):
             return RequestShape.of_template(request, info)
+        if (roles := self._roles.get(request.workflow)) is not None:
+            info = msgspec.structs.replace(info, roles=roles)
         return RequestShape.of_request(request, info, self._workflows)
 
     def _on_output(self, engine: int, output: RequestOutput) -> None:

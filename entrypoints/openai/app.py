@@ -16,7 +16,6 @@ from starlette.responses import Response
 
 from core.control import MAX_CONTROLS
 from core.errors import AbortedError, InvalidRequestError, ModelNotFoundError, StencilError
-from core.model_info import ModelInfo
 from core.routing.rate_limiter import RateLimiter
 from core.scheduling.reports.reporter import MAX_RECENT_STEPS
 from engine.client.admission.not_ready import not_ready
@@ -188,10 +187,10 @@ def _add_image_routes(
 def _own_fields(engine: AsyncEngine) -> OwnFieldsByModel:
     """What registered workflows take of requests: those that run alone, and those of models."""
     found = {name: OwnFields.of(workflow) for name, workflow in engine.workflows.items()}
-    for model in engine.models.values():
+    for name, model in engine.models.items():
         workflow = engine.workflow_of(model)
         if workflow is not None and workflow.has_own_ports:
-            found[model.name] = OwnFields.of(workflow)
+            found[name] = OwnFields.of(workflow)
     first = next(iter(engine.models), "")
     return OwnFieldsByModel({**found, **({"": found[first]} if first in found else {})})
 
@@ -281,7 +280,7 @@ def _add_model_routes(app: FastAPI, engine: AsyncEngine) -> None:
     async def list_models() -> Response:
         """The served models, their adapters, whose `parent` is their model, and the workflows of users' classes."""
         _require_ready(engine)
-        models = [_model_object(engine, model, started) for model in engine.models.values()]
+        models = [_model_object(engine, name, started) for name in engine.models]
         data = [*models, *(workflow_object(workflow, started) for workflow in engine.workflows.values())]
         return _json({"object": "list", "data": data})
 
@@ -293,7 +292,7 @@ def _add_model_routes(app: FastAPI, engine: AsyncEngine) -> None:
             return _json(workflow_object(engine.workflows[model_id], started))
         if model_id not in engine.models:
             raise ModelNotFoundError(model_id)
-        return _json(_model_object(engine, engine.models[model_id], started))
+        return _json(_model_object(engine, model_id, started))
 
 
 def _add_operator_routes(app: FastAPI, engine: AsyncEngine, owners: RequestOwners) -> None:
@@ -346,10 +345,12 @@ def _status(engine: AsyncEngine) -> str:
     return "ok" if is_whole else "degraded"
 
 
-def _model_object(engine: AsyncEngine, model: ModelInfo, created: int) -> dict[str, Any]:
+def _model_object(engine: AsyncEngine, name: str, created: int) -> dict[str, Any]:
+    """name: of a model, an adapter, or a workflow for a model."""
+    model = engine.models[name]
     alive = (stats for stats, is_alive in zip(engine.stats, engine.alive, strict=True) if is_alive)
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
         "created": created,
         "owned_by": "stencil",

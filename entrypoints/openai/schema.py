@@ -179,7 +179,15 @@ DELETED_ANSWERS: dict[int | str, dict[str, Any]] = {
     },
     **_FAILURES,
 }
-WORKFLOW_BODY = _body({"text/x-python": {"schema": _TEXT | {"description": "A file of workflows."}}})
+WORKFLOW_BODY = _body({"text/x-python": {"schema": _TEXT | {"description": "A file of workflows."}}}) | {
+    "parameters": [
+        {"name": name, "in": "query", "schema": _TEXT | {"description": description}}
+        for name, description in (
+            ("model", "The served model whose pictures they make; the first one if it is left out."),
+            ("refiner", "The served model that plays this role for it; likewise for other roles."),
+        )
+    ]
+}
 WORKFLOW_ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The names that are served now.",

@@ -1,4 +1,4 @@
-"""The routes that register and delete workflows of users' classes while the server runs."""
+"""The routes that register and delete workflows of users while the server runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import asyncio
 
 import msgspec
 from fastapi import APIRouter, Request
+from starlette.datastructures import QueryParams
 from starlette.responses import Response
 
 from core.errors import InvalidRequestError, WorkflowError
+from core.validation import shorten
 from engine.client.async_engine import AsyncEngine
+from engine.client.resolve.bound_model import BoundModel
 from entrypoints.openai.answer.errors import InvalidApiKeyError, WorkflowsOffError
 from entrypoints.openai.body.chunks import read_text
 from entrypoints.openai.fields.default_fields import check_defaults
@@ -32,15 +35,18 @@ def workflow_router(engine: AsyncEngine, admin_keys: KeyRing) -> APIRouter:
     @router.post(ADMIN_PATH, response_model=None, openapi_extra=WORKFLOW_BODY, responses=WORKFLOW_ANSWERS)
     async def register_workflows(request: Request) -> Response:
         """Register the workflows of a file, whose text is the body; answers when requests may name them. Those that are
-        served under the same names are replaced: requests that run end on the former ones.
+        served under the same names are replaced: requests that run end on the former ones. Those that make a model's
+        pictures make those of `model`, else of the first one; other models play the roles that are named like
+        `refiner`.
         """
         _check_key(request)
         engine.check_ready()
+        bound = _bound(request.query_params)
         async with engine.until_shutdown():
             text = await read_text(request, MAX_TEXT_BYTES)
             async with importing:
                 registered = await _imported(text)
-        await engine.register_workflows(registered.workflows, registered.classes)
+        await engine.register_workflows(registered.workflows, registered.classes, bound)
         names = [workflow.title for workflow in registered.workflows]
         return _json({"object": "list", "data": [{"id": name, "object": "model"} for name in names]})
 
@@ -71,6 +77,16 @@ async def _imported(text: str) -> Registered:
     except WorkflowError as error:
         param = error.input or error.node or None
         raise InvalidRequestError(f"Invalid workflow: {error}.", param=param, code="invalid_workflow") from error
+
+
+def _bound(params: QueryParams) -> BoundModel:
+    """What the address says: `model`, and the models that play roles. Raises InvalidRequestError."""
+    given = dict[str, str]()
+    for name, value in params.multi_items():
+        if name in given or not value:
+            raise InvalidRequestError(f"Invalid '{shorten(name)}': give it once, with a name.", param=shorten(name))
+        given[name] = value
+    return BoundModel(given.pop("model", ""), given)
 
 
 def _json(content: dict[str, object]) -> Response:

@@ -22,6 +22,7 @@ import msgspec
 
 import core.scheduling.ops  # noqa: F401  the check of a workflow looks ops up
 from core.errors import StencilError, WorkflowError
+from core.graph.catalog import with_variants
 from core.graph.check import check_workflow
 from core.graph.workflow import Workflow
 from core.run_class import MAX_SOURCE, RunClass
@@ -140,7 +141,8 @@ def _check(file: str, workflows: Sequence[Workflow]) -> None:
         raise WorkflowError(f"{file}: its workflows have {num_nodes} nodes, and may have {MAX_NODES}", node="")
     for workflow in workflows:
         try:
-            check_workflow(workflow)
+            for each in with_variants(workflow):
+                check_workflow(each)
         except WorkflowError as error:
             raise WorkflowError(f"{file}: {error}", node=error.node, input=error.input) from error
 

@@ -1,4 +1,11 @@
-"""A picture of a prompt, as in figure7.py, which a model of one's own blacks out if it is too red."""
+"""A picture of a prompt, as in figure7.py, which a model of one's own blacks out if it is too red.
+
+A model is served with this workflow if its entry of the catalog names it. Or, while the server runs, as `guarded`,
+beside the model that makes its pictures (the first one, if `model` is left out):
+
+    curl "localhost:8000/v1/workflows?model=NAME" -H "authorization: Bearer $ADMIN_KEY" \
+      --data-binary @examples/workflows/guarded.py
+"""
 
 from __future__ import annotations
 

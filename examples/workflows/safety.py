@@ -6,8 +6,7 @@ while the server runs:
     curl localhost:8000/v1/workflows -H "authorization: Bearer $ADMIN_KEY" --data-binary @examples/workflows/safety.py
     curl localhost:8000/v1/workflows/safety -H "authorization: Bearer $ADMIN_KEY" -X DELETE
 
-The answer comes when every worker has imported it, and its classes are loaded. Workflows that make a model's pictures,
-such as `guarded.py`, are registered at the start alone, since the model's entry of the catalog names them.
+The answer comes when every worker has imported it, and its classes are loaded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A picture by a model with two adapters, whose last steps another model makes, its refiner, without them.
 
-A model is served with this workflow, with adapters called "style" and "subject", and with a `refiner`.
+A model is served with this workflow, with adapters called "style" and "subject", and with a `refiner`. Or, while the
+server runs, it is registered as guarded.py is, with `?model=NAME&refiner=OTHER`.
 """
 
 from __future__ import annotations

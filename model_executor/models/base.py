@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from core.errors import InvalidRequestError
 from core.interpolation import Interpolation
+from core.latent_space import LatentSpace
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
 from core.patches import PatchSet
@@ -27,7 +28,7 @@ from model_executor.page_cache.own_pages import OwnPages
 from model_executor.page_cache.pages import Pages
 from model_executor.parallel.group import Group
 from model_executor.patches.adapters import Adapter, LoraFormat
-from model_executor.samplers.sampling import Scale, State
+from model_executor.samplers.sampling import State
 
 Streamed = Callable[[int], Tensor | None]
 """Number of a block -> what another model adds to its output for this row, taken when the block has run; None: nothing.
@@ -93,31 +94,6 @@ class ImageInputs:
         template = torch.zeros(side, side, 3, dtype=torch.uint8)
         mask = torch.ones_like(template[..., 0])
         return cls(template=template, mask=mask, seed=0, num_inference_steps=num_inference_steps, num_denoising_steps=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentSpace:
-    """What two models must have alike for one to go on with the latents of the other. Whether the weights of their VAEs
-    fit together is not known."""
-
-    token_size: int  # px of a token's side
-    latent_width: int  # numbers of a token
-    scaling: Mapping[str, Any]  # how the VAE's latents are scaled and shifted, as in its configuration
-    noise: Scale  # how large latents are at a noise level
-    sampler: str  # the scheduler's class, for an error's text
-
-    def why_not(self, other: LatentSpace) -> str:
-        """Why one model cannot go on with latents of the other; "": it can."""
-        for what, mine, its in (
-            ("tokens of {} pixels' side", self.token_size, other.token_size),
-            ("{} numbers in a token", self.latent_width, other.latent_width),
-            ("latents scaled with {}", dict(self.scaling), dict(other.scaling)),
-        ):
-            if mine != its:
-                return f"{what.format(mine)}, and {what.format(its)}"
-        if self.noise != other.noise:
-            return f"the scheduler {self.sampler}, and {other.sampler}, which keeps noised latents at another scale"
-        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,7 +131,7 @@ test("inputs of a model's workflow are beside its fields, in its result and in i
     await page.fill("#steps", "4");
     await edit(page, "a red shirt");
     const { fields, files } = await lastForm(page);
-    assert.deepEqual([fields.times, fields.partial_images], ["2", undefined]);
+    assert.deepEqual([fields.times, fields.partial_images, fields.model], ["2", "3", undefined]);
     assert.ok(files.stamp.equals(readFileSync(stamp)));
     assert.equal(await valueOf(page, "stamped"), "400");
     const shown = readFileSync(await download(page, "#download", join(folder, "shown.png")));
@@ -163,3 +163,29 @@ for (const [device, options] of Object.entries({ desktop: {}, phone: PHONE })) {
       assert.deepEqual(await violations(page), []);
     }));
 }
+
+test("the model is chosen, goes into copied requests, and comes back with its results", () =>
+  withPage(browser, { permissions: ["clipboard-read", "clipboard-write"] }, async (page) => {
+    await openPlayground(page, WORKFLOWS_URL);
+    assert.deepEqual(await page.locator("#served option").allTextContents(), ["stamped", "plain"]);
+    await chooseTool(page, "rectangle");
+    await drag(page, [0.3, 0.3], [0.7, 0.7]);
+    await page.selectOption("#served", "plain");
+    await page.waitForSelector("#inputs-box", { state: "hidden" });
+    assert.match(await page.textContent("#model"), /^plain, /);
+    await page.click("text=Advanced");
+    await page.fill("#steps", "4");
+    await edit(page, "a red shirt");
+    const { fields } = await lastForm(page);
+    assert.deepEqual([fields.model, fields.times], ["plain", undefined]);
+    const shown = readFileSync(await download(page, "#download", join(folder, "shown.png")));
+    execFileSync("sh", ["-c", await copied(page, "#copy-curl")], { cwd: folder });
+    assert.ok(readFileSync(join(folder, "edited.png")).equals(shown));
+    await page.click("#back-to-mask");
+    await page.selectOption("#served", "stamped");
+    await page.waitForSelector("#inputs-box");
+    await page.locator("#history button").first().click();
+    assert.equal(await page.inputValue("#served"), "plain");
+    assert.ok(await page.isHidden("#inputs-box"));
+    assert.deepEqual(await violations(page), []);
+  }));

@@ -280,7 +280,7 @@ async def test_the_api_takes_inputs_of_a_models_workflow_and_gives_its_values(en
             {"name": "stamp", "type": "picture", "max_width": 16, "max_height": 16, "required": False},
         ]
         assert [each["name"] for each in listed["guarded"]["outputs"]] == ["is_bad", "mean"]
-        assert [listed[name]["partial_images"] for name in ("guarded", "judged", "repainted")] == [False, True, False]
+        assert [listed[name]["partial_images"] for name in ("guarded", "judged", "repainted")] == [True, True, False]
         assert "inputs" not in listed["plain"]
 
 

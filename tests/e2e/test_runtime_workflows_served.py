@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,11 +15,14 @@ from threading import Event
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from PIL import Image
 from server_process import ServerProcess, fork
 from workflow_texts import SOUND
 
 ADMIN, USER = "admin-key", "user-key"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "workflows"
 
 HELD = """
 import time
@@ -186,6 +192,78 @@ def test_a_registration_survives_engines_and_workers(
     assert [run(user, "kept", x=5) for _ in range(4)] == [{"y": 10}] * 4
     assert run(user, "gone", x=5) == (404, "model_not_found")
     assert "requests with" not in server.log.read_text().removeprefix(before)
+
+
+def guarded(most_red: str) -> str:
+    text = EXAMPLES.joinpath("guarded.py").read_text()
+    return text.replace("<= most_red", f"<= most_red + {most_red}")
+
+
+def painted(user: httpx.Client, model: str, **fields: Any) -> list[bytes]:
+    """The files of partial images and of the picture."""
+    asked = {"model": model, "prompt": "a hat", "size": "64x64", "num_inference_steps": 4, "seed": 1} | fields
+    answer = user.post("/images/generations", json=asked)
+    assert answer.status_code == 200, answer.text
+    if not fields.get("stream"):
+        return [base64.b64decode(answer.json()["data"][0]["b64_json"])]
+    events = (json.loads(part.partition("\n")[0]) for part in answer.text.split("data: ")[1:])
+    return [base64.b64decode(event["b64_json"]) for event in events]
+
+
+def is_black(file: bytes) -> bool:
+    return not np.asarray(Image.open(io.BytesIO(file)).convert("RGB")).any()
+
+
+def test_a_workflow_that_makes_a_models_pictures_is_a_name_beside_the_model(
+    server: ServerProcess, admin: httpx.Client, user: httpx.Client
+) -> None:
+    """Replaced, deleted and sent again to an engine that starts again; partial images pass its class."""
+    before = user.get("/models/tiny/fill").json()
+    answer = admin.post("/workflows", params={"model": "tiny/fill"}, content=guarded("0"))
+    assert answer.json()["data"] == [{"id": "guarded", "object": "model"}], answer.text
+    listed = user.get("/models/guarded").json()
+    assert [each["name"] for each in listed["inputs"]] == ["most_red"]
+    assert [each["name"] for each in listed["outputs"]] == ["is_safe"]
+    assert listed["partial_images"] is True
+    assert {name: listed[name] for name in before if name not in ("id", "created")} == {
+        name: before[name] for name in before if name not in ("id", "created")
+    }
+    (plain,) = painted(user, "tiny/fill")
+    kill(server, "stencil-engine-0")
+    for _ in range(4):
+        assert painted(user, "guarded", most_red=255) == [plain]
+    until(lambda: "restarting" not in httpx.get(f"{server.url}/health").text)
+    for _ in range(2):
+        files = painted(user, "guarded", most_red=-255, stream=True, partial_images=2)
+        assert len(files) == 3
+        assert all(map(is_black, files))
+    refused = user.post("/images/generations", json={"model": "guarded", "prompt": "a hat", "most_red": "much"})
+    assert refused.json()["error"]["param"] == "most_red"
+    register(admin, guarded("1000"))
+    assert painted(user, "guarded", most_red=-255) == [plain], "the first model is the one that is meant"
+    assert admin.delete("/workflows/guarded").status_code == 200
+    assert run(user, "guarded", prompt="a hat") == (404, "model_not_found")
+    assert admin.delete("/workflows/guarded").status_code == 404
+    assert (painted(user, "tiny/fill"), user.get("/models/tiny/fill").json()) == ([plain], before)
+
+
+LACKING = {
+    "guarded.py?refiner=tiny/fill": (400, None, "'refiner': no workflow of the file has a role of this name"),
+    "figure7.py": (400, "invalid_workflow", "tiny/fill has no controlnet; start the server with one"),
+    "two_loras_refined.py": (400, "invalid_workflow", "no other model plays the role refiner"),
+}
+
+
+@pytest.mark.parametrize("asked", LACKING)
+def test_what_a_workflow_lacks_is_named(admin: httpx.Client, user: httpx.Client, asked: str) -> None:
+    status, code, told = LACKING[asked]
+    name, _, query = asked.partition("?")
+    before = served(user)
+    answer = admin.post(f"/workflows?{query}", content=EXAMPLES.joinpath(name).read_text())
+    assert answer.status_code == status, answer.text
+    assert (answer.json()["error"]["code"]) == (code or "invalid_value")
+    assert told in answer.json()["error"]["message"]
+    assert served(user) == before
 
 
 def other_class(body: str) -> str:

@@ -17,6 +17,7 @@ import pytest_asyncio
 import torch
 from engines import serving_engine
 from fault_kit import processes, until
+from workflow_texts import SOUND
 
 from core.config import EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
 from core.errors import InvalidRequestError, RunError
@@ -34,21 +35,14 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "workflows"
 
 
-CHOOSING = """
+CHOOSING = f"""{SOUND.replace("NAME", "twice")}
 import time
-from entrypoints.workflows import Model, Workflow, choose, steps, text
+from entrypoints.workflows import choose, steps, text
 
-class Slow(Model):
-    def setup_io(self):
-        self.add_input("x", int)
-        self.add_output("y", int)
-
-    def load(self, device, dtype):
-        pass
-
+class Slow(Twice):
     def execute(self, x):
         time.sleep(0.02)
-        return {"y": x + 1}
+        return {{"y": x + 1}}
 
 class Late(Slow):
     def setup_io(self):
@@ -57,7 +51,7 @@ class Late(Slow):
         self.add_output("y", int)
 
     def execute(self, x, late):
-        return {"y": x + 10 * late}
+        return {{"y": x + 10 * late}}
 
 with Workflow(name="late") as late:
     x = late.add_input("x", int)
@@ -113,7 +107,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Registered:
     return Registered.together([read, Registered((PICKING,), BUILT_IN)])
 
 
-@pytest_asyncio.fixture(params=[1, 2], scope="module", loop_scope="module")
+@pytest_asyncio.fixture(params=[1, 3], scope="module", loop_scope="module")
 async def engine(
     request: pytest.FixtureRequest, tiny_checkpoint: Path, examples: Registered
 ) -> AsyncIterator[AsyncEngine]:

@@ -19,10 +19,13 @@ from core.config import CacheConfig, EngineConfig, ModelConfig, StencilConfig
 from core.errors import EngineDeadError, ModelUnavailableError, RunError
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput
+from engine.client.resolve.bound_model import BoundModel
 from engine.client.run_input import RunInput
+from entrypoints.workflows.workflow_files import read_sent
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "workflows"
 STEPS = 80
 """So many that a rank can be killed between two of them, and that good ones follow."""
 
@@ -84,6 +87,37 @@ async def test_a_class_that_raises_fails_its_edit_alone(engine: AsyncEngine) -> 
     assert await tasks[0] == expected
     with pytest.raises(RunError, match="node guard: class guard raised ValueError: it will not"):
         await tasks[1]
+
+
+DEADLY = """
+import os
+
+class Deadly(Safety):
+    def execute(self, image, most_red):
+        os._exit(3)
+
+with Workflow"""
+
+
+async def test_a_workflow_that_was_added_is_refused_by_its_class_and_others_go_on(engine: AsyncEngine) -> None:
+    text = (EXAMPLES / "guarded.py").read_text().replace('name="guarded"', 'name="deadly"')
+    text = text.replace("\nwith Workflow", DEADLY).replace("checked = Safety()", "checked = Deadly()")
+    read = await read_sent(text)
+    await engine.register_workflows(read.workflows, read.classes, BoundModel("plain"))
+    plain = asked(17)
+    expected = await edited(engine, "plain", plain)
+    other = asyncio.create_task(edited(engine, "guarded", plain))
+    asked_for = replace(asked(18), inputs={"most_red": 0.0})
+    with pytest.raises(EngineDeadError, match="3 workers died while running this request"):
+        await edited(engine, "deadly", asked_for)
+    for owner in ("owner 18", "another"):
+        with pytest.raises(ModelUnavailableError, match=r"class workflow_\w+:Deadly|exit code 3"):
+            await edited(engine, "deadly", replace(asked_for, owner=owner))
+    assert await other == await edited(engine, "plain", plain) == expected
+    assert [model.name for model in engine.models.values()] == ["plain", "guarded", "plain"]
+    engine.remove_workflow("deadly")
+    await until(lambda: count(engine, "model_quarantined") == 0)
+    assert count(engine, "engine_restarts") == 0
 
 
 async def test_a_class_that_ends_ranks_is_refused_and_other_workflows_go_on(engine: AsyncEngine) -> None:

@@ -22,6 +22,7 @@ from core.patches import PatchSet
 from core.run_class import RunClass
 from engine.client.admission.not_ready import not_ready
 from engine.client.edit_types import EditInput, EditReport, ImageOutput
+from engine.client.resolve.bound_model import BoundModel
 from engine.client.sessions.running_sessions import RunningSessions
 from engine.client.sessions.upload_place import UploadPlace
 from engine.client.templates.template_store import RegisteredTemplate, TemplateStore
@@ -156,7 +157,10 @@ class FakeEngine:
         self.templates.add(template)
         return template
 
-    async def register_workflows(self, workflows: Sequence[Workflow], classes: Sequence[RunClass]) -> None:
+    async def register_workflows(
+        self, workflows: Sequence[Workflow], classes: Sequence[RunClass], bound: BoundModel
+    ) -> None:
+        self.bound = bound
         assert {name for workflow in workflows for name in workflow.class_names} <= {each.name for each in classes}
         self.workflows |= {workflow.title: workflow for workflow in workflows}
 

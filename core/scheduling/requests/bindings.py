@@ -63,6 +63,7 @@ class Bindings:
         self._users = ClassUsers(classes, {each.name: each.class_names for each in workflows})
         self._keys: dict[tuple[str, str], ModelKeys] = {}  # (model, kind of component) -> its keys
         self._distinct: dict[tuple[str, str, tuple[ModelKey, ...], float], ModelKeys] = {}
+        self._roles: dict[str, Mapping[str, str]] = {}  # workflow that was added -> its model's roles with it
         self._bindings: dict[tuple[str, str, ControlNets], Binding] = {}  # (model, workflow, nets) -> its binding
 
     @property
@@ -70,14 +71,16 @@ class Bindings:
         """Name -> class, of those that workflows name now."""
         return self._users.by_name
 
-    def add(self, workflow: str, classes: Iterable[RunClass]) -> None:
-        """Note a further workflow, with all classes that it names."""
+    def add(self, workflow: str, classes: Iterable[RunClass], roles: Mapping[str, str]) -> None:
+        """Note a further workflow, with all classes that it names. roles: of its model, with this workflow."""
         self._users.add(workflow, classes)
+        self._roles[workflow] = roles
 
     def drop(self, workflow: str) -> set[ModelKey]:
         """Forget a workflow that no request has; the classes that nobody names any more."""
         for known in [each for each in self._bindings if each[1] == workflow]:
             del self._bindings[known]
+        self._roles.pop(workflow, None)
         unnamed = self._users.drop(workflow)
         for each in unnamed:
             self._keys.pop((each.name, RUN_CLASS), None)
@@ -92,7 +95,7 @@ class Bindings:
         """
         found = self._bindings.get((model, workflow.name, controlnets))
         if found is None:
-            roles = self.models[model].roles if model else {}
+            roles = self._roles.get(workflow.name, self.models[model].roles if model else {})
             models = {node.name: self._player(node, roles, model) for node in workflow.nodes}
             keys = {node.name: self._keys_of(node, models[node.name], controlnets) for node in workflow.nodes}
             needs = tuple(each for each in dict.fromkeys(keys.values()) if each.keys)

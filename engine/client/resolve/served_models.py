@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 
 from core.config import CacheConfig, EngineConfig
 from core.errors import InvalidRequestError, WorkflowError
-from core.graph.catalog import with_registered
+from core.graph.catalog import with_registered, with_variants
 from core.graph.workflow import Workflow
 from core.lora import Lora
 from core.model_choice import ModelChoice, choose_model
@@ -17,13 +18,17 @@ from core.model_info import ModelInfo
 from core.patches import PatchSet
 from engine.client.resolve.loading_adapters import LoadingAdapters
 
+T = TypeVar("T")
+
 
 class ServedModels:
     """Empty, with the command line's limits, until every engine is ready.
 
-    by_name: name -> info, adapters included. engine: the engines' configuration. workflows: name -> workflow, of those
-    that engines run for models; they never change. run_workflows: title -> workflow, of those that `AsyncEngine.run`
-    takes: those that users have registered, of their classes alone. loading: adapters that are not in by_name yet.
+    by_name: name -> info, adapters included. A workflow that was registered while the server runs, and makes a model's
+    pictures, is a name here, too: its info is the model's, whose name it keeps, but for workflow and roles. engine: the
+    engines' configuration. workflows: name -> workflow, of those that engines run for models. run_workflows: title ->
+    workflow, of those that `AsyncEngine.run` takes: those that users have registered, of their classes alone.
+    loading: adapters that are not in by_name yet.
     """
 
     def __init__(self, engine: EngineConfig) -> None:
@@ -51,7 +56,8 @@ class ServedModels:
         workflow = self.workflows.get(choice.model.workflow)
         if workflow is not None and workflow.loras:
             own = (Lora(adapter, scale) for adapter, scale in workflow.loras.items())
-            choice = choose_model(self._named, choice.model.name, (*own, *choice.loras))
+            named = name if name and not self._named[name].parent else choice.model.name
+            choice = choose_model(self._named, named, (*own, *choice.loras))
             steps_without = max(steps_without, workflow.steps_without_lora)
         late = next((lora.name for lora in choice.loras if lora.scale and self.loading.find(lora.name)), "")
         if not late:
@@ -90,25 +96,52 @@ class ServedModels:
 
     def remove(self, name: str) -> None:
         """Serve an adapter no more."""
-        self.by_name = {other: info for other, info in self.by_name.items() if other != name}
+        self.by_name = _without(self.by_name, name)
 
     def is_taken(self, name: str) -> bool:
         """Whether a model, an adapter, or a workflow for pictures has this name."""
         workflow = self.workflows.get(name)
-        return name in self.by_name or (workflow is not None and workflow.is_for_pictures)
+        is_model = name in self.by_name and name not in self.added
+        return is_model or (workflow is not None and workflow.is_for_pictures)
 
-    def add_workflow(self, workflow: Workflow) -> Workflow | None:
-        """Serve a workflow of classes alone under its title; the one that had the title before."""
-        former = self.run_workflows.get(workflow.title)
-        self.run_workflows = self.run_workflows | {workflow.title: workflow}
-        return former
+    @property
+    def registered(self) -> dict[str, str]:
+        """Title -> name of the workflow, of those that may be replaced and removed: those of classes alone, and those
+        that were registered while the server runs."""
+        return {title: each.name for title, each in self.run_workflows.items()} | self.added
 
-    def remove_workflow(self, title: str) -> Workflow | None:
-        """Serve a workflow of classes alone no more; None: there is none of this title."""
-        former = self.run_workflows.get(title)
-        self.run_workflows = {other: each for other, each in self.run_workflows.items() if other != title}
-        return former
+    @property
+    def added(self) -> dict[str, str]:
+        """Title -> name of the workflow, of those that make a model's pictures, and were registered while the server
+        runs."""
+        return {name: info.workflow for name, info in self.by_name.items() if name != info.name}
+
+    def add_workflow(self, workflow: Workflow, model: ModelInfo | None = None) -> None:
+        """Serve a workflow under its title, instead of the one that had it. model: whose pictures it makes; None:
+        classes compute all of it."""
+        title = workflow.title
+        if model is None:
+            self.by_name = _without(self.by_name, title)
+            self.run_workflows = self.run_workflows | {title: workflow}
+            return
+        self.run_workflows = _without(self.run_workflows, title)
+        self.workflows = self.workflows | {each.name: each for each in with_variants(workflow)}
+        self.by_name = self.by_name | {title: msgspec.structs.replace(model, workflow=workflow.name)}
+
+    def remove_workflow(self, title: str) -> None:
+        """Serve one of the registered workflows no more."""
+        self.by_name, self.run_workflows = _without(self.by_name, title), _without(self.run_workflows, title)
+
+    def forget_workflow(self, name: str) -> None:
+        """Forget a workflow that has no name any more, and no request."""
+        if (gone := self.workflows.get(name)) is not None:
+            variants = {each.name for each in with_variants(gone)}
+            self.workflows = {other: each for other, each in self.workflows.items() if other not in variants}
 
     def set(self, models: dict[str, ModelInfo], engine: EngineConfig) -> None:
         """Set what the engines reported; called once, when all are ready."""
         self.by_name, self.engine = models, engine
+
+
+def _without(named: Mapping[str, T], name: str) -> dict[str, T]:
+    return {other: each for other, each in named.items() if other != name}

@@ -116,7 +116,7 @@ class RuntimeAdapters:
         models = self._services.served.by_name
         if model and models.get(model) is not None and models[model].parent:
             raise ModelNotFoundError(model)
-        return choose_model(models, model).model
+        return models[choose_model(models, model).model.name]  # a workflow's name may stand for it
 
     def _check_free(self, name: str) -> None:
         """Raises InvalidRequestError unless one more adapter may be loaded under this name."""

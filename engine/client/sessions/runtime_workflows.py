@@ -1,4 +1,4 @@
-"""RuntimeWorkflows: registers workflows of users' classes, and takes them away, while the server runs."""
+"""RuntimeWorkflows: registers workflows of users, and takes them away, while the server runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from core.errors import EngineDeadError, InvalidRequestError, ModelNotFoundError
 from core.failure import LEAST_RETRY_SECONDS
 from core.graph.workflow import Workflow
 from core.messages.codec import encode
-from core.messages.worker import LoadWorkflow
+from core.messages.worker import DropWorkflow, LoadWorkflow
+from core.model_info import ModelInfo
 from core.run_class import RunClass
 from core.validation import check_matches, shorten
+from engine.client.resolve.bound_model import BoundModel
 from engine.client.services import Services
 
 MAX_WORKFLOWS = 1024
@@ -28,11 +30,15 @@ MAX_BYTES = 512 * 1024
 """Most bytes of the messages for all workflows that engines have taken in use while they serve. A worker that is
 restarted is sent them at once, and half of its ring remains for plans."""
 
+FIRST_MODEL = BoundModel()
+"""Of a registration that names no model."""
+
 
 class RuntimeWorkflows:
     """A name is served once every engine that is up has imported and loaded the classes, and a workflow kept until no
     name and no request has it. Engines know it by its name and a digest of its content, so that they have several of
-    one name while requests run on the former one.
+    one name while requests run on the former one. One that makes a model's pictures is a name for this model with
+    another workflow: engines get no further model, and requests of the two share all that is loaded and cached.
     """
 
     def __init__(self, services: Services, changing: asyncio.Lock) -> None:
@@ -42,26 +48,37 @@ class RuntimeWorkflows:
         self._loads: dict[str, LoadWorkflow] = {}  # name with digest -> how engines have got it
         self._first = {each.name: each for each in services.config.engine.classes}  # classes from the start
 
-    async def register(self, workflows: Sequence[Workflow], classes: Iterable[RunClass]) -> None:
+    async def register(
+        self, workflows: Sequence[Workflow], classes: Iterable[RunClass], bound: BoundModel = FIRST_MODEL
+    ) -> None:
         """Serve these workflows, which were checked, instead of those of the same names. classes: that they name, with
-        their text, all of one file. Raises InvalidRequestError for a name that is taken, a workflow that is none of
-        classes alone, and a class that workers cannot import or load; RunError if that ends them; OverloadedError; then
-        nothing has changed.
+        their text, all of one file. bound: for those that make a model's pictures. Raises InvalidRequestError for a
+        name that is taken, for what the server lacks, and for a class that workers cannot import or load; RunError if
+        that ends them; ModelNotFoundError, OverloadedError; then nothing has changed.
         """
         known = {each.name: each for each in classes}
         async with self._services.sessions.until_shutdown(), self._changing:
+            bound.check_use(workflows)
             self._check_names([each.name for each in workflows])
-            loads = [self._load_of(each, known) for each in workflows]
+            models = [self._model_of(each, bound) for each in workflows]
+            loads = [self._load_of(each, known, model) for each, model in zip(workflows, models, strict=True)]
             await self._load([each for each in loads if each.workflow.name not in self._loads])
-            for load in loads:
-                self._serve(load.workflow)
+            for load, model in zip(loads, models, strict=True):
+                self._serve(load.workflow, model)
 
     def remove(self, name: str) -> None:
         """Serve a workflow no more. Requests that run it end as they began. Raises ModelNotFoundError."""
-        former = self._services.served.remove_workflow(name)
+        former = self._services.served.registered.get(name)
         if former is None:
             raise ModelNotFoundError(name)
-        self._services.sessions.run_in_background(self._drop(former.name))
+        self._services.served.remove_workflow(name)
+        self._services.sessions.run_in_background(self._drop(former))
+
+    def _model_of(self, workflow: Workflow, bound: BoundModel) -> ModelInfo | None:
+        """The model whose pictures a workflow makes; None: classes compute all of it. Raises InvalidRequestError."""
+        if not workflow.is_for_pictures:
+            return None
+        return bound.info_for(workflow, self._services.served.by_name, self._services.config.engine)
 
     def _check_names(self, names: Sequence[str]) -> None:
         """Raises InvalidRequestError."""
@@ -69,27 +86,19 @@ class RuntimeWorkflows:
         for name in names:
             check_matches("workflow", name, NAME, "1 to 64 letters, digits and _ . -")
             if served.is_taken(name):
-                message = (
-                    f"Invalid workflow: '{name}' is served already, and is no workflow of classes alone; rename it."
-                )
+                message = f"Invalid workflow: '{name}' is the name of a model, or of a workflow for models; rename it."
                 raise InvalidRequestError(message, code="name_taken")
-        if len(served.run_workflows.keys() | {*names}) > MAX_WORKFLOWS:
+        if len(served.registered.keys() | {*names}) > MAX_WORKFLOWS:
             message = f"Invalid workflow: {MAX_WORKFLOWS} workflows are served already; delete another one first."
             raise InvalidRequestError(message, code="too_many_workflows")
 
-    def _load_of(self, workflow: Workflow, classes: dict[str, RunClass]) -> LoadWorkflow:
+    def _load_of(self, workflow: Workflow, classes: dict[str, RunClass], model: ModelInfo | None) -> LoadWorkflow:
         """How engines get a workflow. Raises InvalidRequestError."""
-        if workflow.is_for_pictures:
-            message = (
-                f"Invalid workflow: '{workflow.name}' makes pictures of a model, whose entry of the catalog names it; "
-                "register it at the start (--workflow)."
-            )
-            raise InvalidRequestError(message, code="invalid_workflow")
         if lacking := sorted(workflow.class_names - classes.keys()):
             message = f"Invalid workflow: '{workflow.name}' names a class '{shorten(lacking[0])}' that it has not."
             raise InvalidRequestError(message, code="invalid_workflow")
         mine = [classes[name] for name in sorted(workflow.class_names)]
-        load = LoadWorkflow.of(workflow, mine)
+        load = LoadWorkflow.of(workflow, mine, model)
         digest = hashlib.sha256(encode(load)).hexdigest()[:16]
         return msgspec.structs.replace(load, workflow=replace(workflow, name=f"{workflow.name}@{digest}"))
 
@@ -102,14 +111,14 @@ class RuntimeWorkflows:
                 "texts and graphs; delete another one, or shorten this."
             )
             raise InvalidRequestError(message, code="too_many_workflows")
-        made = list[str]()
+        made = list[LoadWorkflow]()
         try:
             for load in loads:
                 await self._services.router.add_workflow(load)
-                made.append(load.workflow.name)
+                made.append(load)
         except BaseException as error:
-            for name in made:
-                self._services.router.drop_workflow(name)
+            for load in made:
+                self._services.router.drop_workflow(load.removal)
             if isinstance(error, EngineDeadError):
                 message = "The engines were restarted meanwhile; try again."
                 raise OverloadedError(message, retry_after=LEAST_RETRY_SECONDS) from error
@@ -127,17 +136,20 @@ class RuntimeWorkflows:
                 )
                 raise InvalidRequestError(message, code="invalid_workflow")
 
-    def _serve(self, workflow: Workflow) -> None:
-        former = self._services.served.add_workflow(workflow)
-        if former is not None and former.name != workflow.name:
-            self._services.sessions.run_in_background(self._drop(former.name))
+    def _serve(self, workflow: Workflow, model: ModelInfo | None) -> None:
+        served = self._services.served
+        former = served.registered.get(workflow.title)
+        served.add_workflow(workflow, model)
+        if former is not None and former != workflow.name:
+            self._services.sessions.run_in_background(self._drop(former))
 
     async def _drop(self, name: str) -> None:
         """Have engines free a workflow once no request runs it, unless it is served again by then."""
         sessions = self._services.sessions
         await sessions.wait_while_any(lambda session: session.workflow == name)
         async with self._changing:
-            is_served = name in {each.name for each in self._services.served.run_workflows.values()}
-            if not is_served and not any(session.workflow == name for session in sessions):
-                self._services.router.drop_workflow(name)
-                self._loads.pop(name, None)
+            served = self._services.served
+            if name not in served.registered.values() and not any(session.workflow == name for session in sessions):
+                load = self._loads.pop(name, None)
+                self._services.router.drop_workflow(DropWorkflow(name) if load is None else load.removal)
+                served.forget_workflow(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -35,7 +35,7 @@ def engine_stats(engine: AsyncEngine, num_steps: int, shown: Callable[[str], str
         stats if stats is None or is_alive else _of_the_dead(stats)
         for stats, is_alive in zip(engine.stats, engine.alive, strict=True)
     ]
-    known, models = [stats for stats in every if stats is not None], engine.models.values()
+    known, models = [stats for stats in every if stats is not None], engine.models
     return {
         "object": "engine.stats",
         "queue": _queue(engine),
@@ -46,7 +46,7 @@ def engine_stats(engine: AsyncEngine, num_steps: int, shown: Callable[[str], str
         "totals": _totals(known),
         "cache": _cache(sum_cache_stats(stats.cache for stats in known)) if any(s.cache for s in known) else None,
         "templates": _templates(engine),
-        "models": [_model(model) for model in models],
+        "models": [_model(name, model) for name, model in models.items()],
     }
 
 
@@ -60,7 +60,7 @@ def _queue(engine: AsyncEngine) -> dict[str, Any]:
 
 
 def _engine(
-    index: int, alive: bool, load: LoadReport | None, stats: EngineStats | None, models: Collection[ModelInfo]
+    index: int, alive: bool, load: LoadReport | None, stats: EngineStats | None, models: Mapping[str, ModelInfo]
 ) -> dict[str, Any]:
     return {
         "index": index,
@@ -77,7 +77,7 @@ def _engine(
     }
 
 
-def _rank(rank: RankStats, models: Iterable[ModelInfo]) -> dict[str, Any]:
+def _rank(rank: RankStats, models: Mapping[str, ModelInfo]) -> dict[str, Any]:
     return {
         "alive": rank.is_up,
         "deaths": rank.deaths,
@@ -93,13 +93,13 @@ def _quarantined(each: QuarantinedModel, now: float) -> dict[str, Any]:
     return what | {"cause": each.cause, "times": each.times} | seconds
 
 
-def _components(loaded: Iterable[LoadedComponent], models: Iterable[ModelInfo]) -> list[dict[str, Any]]:
+def _components(loaded: Iterable[LoadedComponent], models: Mapping[str, ModelInfo]) -> list[dict[str, Any]]:
     return [
         {
             "component": each.key.component,
             "content": each.key.content,
             "bytes": each.nbytes,
-            "models": [model.name for model in models if each.key in model.own and not model.parent],
+            "models": [name for name, model in models.items() if each.key in model.own and not model.parent],
         }
         for each in loaded
     ]
@@ -149,6 +149,8 @@ def _templates(engine: AsyncEngine) -> dict[str, Any]:
     return {"count": len(templates), "used_bytes": templates.used_bytes, "budget_bytes": templates.budget}
 
 
-def _model(model: ModelInfo) -> dict[str, Any]:
+def _model(name: str, model: ModelInfo) -> dict[str, Any]:
+    """name: that requests give."""
     fields = dict(msgspec.to_builtins(model))
-    return {"id": fields.pop("name")} | fields
+    del fields["name"]
+    return {"id": name} | fields

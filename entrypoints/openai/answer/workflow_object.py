@@ -25,7 +25,7 @@ def own_ports(workflow: Workflow | None) -> dict[str, Any]:
     own = OwnFields.of(workflow)
     inputs = [_shown(port, port.form) | _range(own, port) | {"required": not port.is_optional} for port in own.ports]
     ports = {"inputs": inputs, "outputs": [_shown(port, port.form) for port in workflow.own_results]}
-    return ports if own.is_alone else ports | {"partial_images": workflow.last_between is None}
+    return ports if own.is_alone else ports | {"partial_images": workflow.has_previews}
 
 
 def _range(own: OwnFields, port: Port) -> dict[str, Any]:

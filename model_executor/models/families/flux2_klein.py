@@ -7,19 +7,20 @@ Functions name the pipeline's method that they follow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from hashlib import sha256
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from core.latent_space import LatentSpace
 from core.model_info import ModelInfo
 from core.patches import PatchSet
 from core.reference_pictures import ReferencePictures
 from model_executor.checkpoint.loader import ModelCheckpoint
-from model_executor.models.base import EncodedText, ImageInputs, LatentSpace
+from model_executor.models.base import EncodedText, ImageInputs
 from model_executor.models.families.latent_family import NoisedTemplate
 from model_executor.models.families.vae_family import refuse
 from model_executor.models.latents import PATCH, pack
@@ -114,7 +115,7 @@ class Flux2Klein(NoisedTemplate):
         digest = sha256(repr([statistics[name].bfloat16().tolist() for name in STATISTICS]).encode())
         epsilon = self._vae_config.get("batch_norm_eps", 1e-4)
         scaling = {"batch_norm": digest.hexdigest()[:12], "batch_norm_eps": epsilon}
-        return replace(super().latent_space, scaling=scaling)
+        return msgspec.structs.replace(super().latent_space, scaling=scaling)
 
     # -------------------------------------------------------------------------------------------------------- prompts
 

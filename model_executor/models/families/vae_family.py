@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from core.errors import ConfigError, NonFiniteError
 from core.interpolation import Interpolation
+from core.latent_space import LatentSpace
 from core.model_info import ModelInfo
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import ModelCheckpoint
@@ -24,7 +25,7 @@ from model_executor.cpu import cpu_gains_by_bfloat16
 from model_executor.host_weights import JointWeights, Weights
 from model_executor.kernels.gpu_tables import upload
 from model_executor.kernels.operators import Operators, chosen_operators
-from model_executor.models.base import EncodedText, Family, ImageInputs, LatentSpace, PreparedAdapter, SteeredModel
+from model_executor.models.base import EncodedText, Family, ImageInputs, PreparedAdapter, SteeredModel
 from model_executor.models.boxes import Box, around, times
 from model_executor.models.latents import PATCH, pack, unpack
 from model_executor.models.parts import Classes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -10,16 +10,13 @@ import core.scheduling.ops  # noqa: F401  registers the ops that workflows name
 from core.config import ModelConfig
 from core.errors import ConfigError
 from core.graph.catalog import NAMED, WORKFLOWS
-from core.graph.workflow import Node, Workflow, outputs_of, role_of
+from core.graph.foreign_reads import foreign_read
+from core.graph.workflow import Workflow
 from core.handles import ModelKey
 from core.model_info import ModelInfo
 from core.run_class import RUN_CLASS
 from core.sampler_defaults import SamplerDefaults
 from model_executor.models.base import Family
-
-PASSED_ON = ("latents", "mask", "picture")
-"""Types of values that one model makes for another: latents for one of the same latent space, masks and pictures for
-any. All others are for its own nodes."""
 
 
 def component_of(role: str, workflows: Iterable[Workflow]) -> str:
@@ -42,21 +39,15 @@ def borrowed(
 
 
 def with_players(info: ModelInfo, config: ModelConfig, taken: tuple[ModelKey, ...]) -> ModelInfo:
-    """The info of a model with its roles, and with the defaults of its requests. A run that two models share takes all
-    steps and computes all tokens, at noise levels that their schedulers make. taken: from `borrowed`. Raises
+    """The info of a model with its roles, and with the defaults of its requests. taken: from `borrowed`. Raises
     ConfigError for a default that its sampler cannot do.
     """
     defaults = {f"default_{name}": value for name, value in msgspec.structs.asdict(config.defaults).items()}
     info = msgspec.structs.replace(
         info,
         workflow=config.workflow,
-        roles=config.players,
-        borrowed=taken,
         **{name: value for name, value in defaults.items() if value is not None},
-    )
-    if "refiner" in info.roles:  # which may see no references
-        shared = {"takes_sigmas": False, "can_skip_steps": False, "step_schedules": (), "references": None}
-        info = msgspec.structs.replace(info, page_scheme=None, **shared)
+    ).with_players(config.players, taken)
     steps, shift, sigmas = info.default_num_inference_steps, info.default_shift, info.default_sigmas
     sampler = SamplerDefaults(num_inference_steps=steps, shift=shift, sigmas=sigmas)
     if reason := sampler.why_not(
@@ -141,21 +132,7 @@ def _check_pair(config: ModelConfig, role: str, kind: str, own: Family, player: 
 
 
 def _check_sources(config: ModelConfig, workflow: Workflow) -> None:
-    """Raises ConfigError if a node would read from another model what only its own can make: text embeddings, condition
-    and the sampler's state are each model's own."""
-    for node, source, value in _reads(workflow):
-        mine, its = (config.players.get(role_of(each), config.name) for each in (node, source))
-        if mine != its:
-            role = next(role for role in (role_of(node), role_of(source)) if role in config.players)
-            what = f"{role_of(source)} of {its} makes {value} for {role_of(node)} of {mine}"
-            raise ConfigError(f"{config.name}: {config.key_of(role)}: {what}; one model must play both")
-
-
-def _reads(workflow: Workflow) -> Iterator[tuple[Node, Node, str]]:
-    """(node, node that it reads, type of the value), without what may be passed on."""
-    for node in workflow.nodes:
-        for edge in node.inputs:
-            source = workflow.node(edge.source)
-            kind = next(port.type for port in outputs_of(source) if port.name == edge.name)
-            if kind not in PASSED_ON:
-                yield node, source, kind
+    """Raises ConfigError if a node would read from another model what only its own can make."""
+    if found := foreign_read(workflow, config.name, config.players):
+        role, what = found
+        raise ConfigError(f"{config.name}: {config.key_of(role)}: {what}")

@@ -372,7 +372,9 @@ class ResidentModels:
 
     def _info(self, name: str) -> ModelInfo:
         family, folder = self.families[name], user_cache_folder(os.environ)
-        info = msgspec.structs.replace(family.info(name), components=tuple(self.keys[name].values()))
+        info = msgspec.structs.replace(
+            family.info(name), components=tuple(self.keys[name].values()), latent_space=family.latent_space
+        )
         info = with_calibration(info, self._configs[name], self._checkpoints[name], family, folder)
         info = with_players(info, self._configs[name], self._borrowed[name])
         for side in self._beside:

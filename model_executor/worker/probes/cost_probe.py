@@ -73,7 +73,7 @@ SIDES = (0.25, 0.5, 0.75, 1.0)
 
 WITHOUT_OTHERS: dict[str, Any] = {
     **{"segmenter": (), "selects_by": (), "controlnets": {}, "controls": {}},
-    **{"workflow": "", "roles": {}, "borrowed": ()},
+    **{"workflow": "", "roles": {}, "borrowed": (), "latent_space": None},
 }
 """Facts of a model for which no others work."""
 

@@ -11,6 +11,7 @@ from api_calls import assert_refused
 from fake_engine import FakeEngine
 from workflow_texts import SOUND
 
+from engine.client.resolve.bound_model import BoundModel
 from entrypoints.openai import workflow_routes
 from entrypoints.openai.app import ServerSettings, create_app
 from entrypoints.workflows.registered import Registered
@@ -40,6 +41,17 @@ async def test_a_file_is_registered_and_deleted(client: httpx.AsyncClient, engin
     gone = await client.delete(f"{ROUTE}/twice", headers=ADMIN)
     assert gone.json() == {"id": "twice", "object": "model", "deleted": True}
     assert_refused(await client.delete(f"{ROUTE}/twice", headers=ADMIN), 404, "model_not_found", "model")
+
+
+async def test_the_address_says_whose_pictures_are_made(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    address = f"{ROUTE}?model=tiny/fill&refiner=polish&second=other%20one"
+    assert (await client.post(address, content=TEXT, headers=ADMIN)).status_code == 200
+    assert engine.bound == BoundModel("tiny/fill", {"refiner": "polish", "second": "other one"})
+    await client.post(ROUTE, content=TEXT, headers=ADMIN)
+    assert engine.bound == BoundModel()
+    for wrong in ("model=", "refiner=a&refiner=b"):
+        answer = await client.post(f"{ROUTE}?{wrong}", content=TEXT, headers=ADMIN)
+        assert_refused(answer, 400, "invalid_value", wrong.partition("=")[0])
 
 
 @pytest.mark.parametrize("key", ["", "user", "other"])

@@ -26,6 +26,7 @@ from entrypoints.workflows.import_messages import ImportAnswer, ImportOrder
 from entrypoints.workflows.importer import import_text
 from entrypoints.workflows.workflow_files import MAX_ANSWER, read_sent, read_workflows, registered_of
 
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "workflows"
 TIGHT = ImportLimits(seconds=20.0, cpu_seconds=1, memory_bytes=300 * 1024 * 1024)
 
 
@@ -294,6 +295,18 @@ def test_what_the_page_shows_is_a_workflow(tmp_path: Path) -> None:
     file = tmp_path / "safety.py"
     file.write_text(page.read_text().partition("```python\n")[2].partition("```")[0])
     assert [workflow.name for workflow in read_workflows([file]).workflows] == ["safety"]
+
+
+def test_a_name_that_a_variant_needs_is_refused(tmp_path: Path) -> None:
+    """Of a workflow of a model: where the mask is to be found, a node `segment` finds it."""
+    file = tmp_path / "guarded.py"
+    pictures = ', *(workflow.add_input(name, Image, required=False) for name in ("image", "mask")))'
+    text = (EXAMPLES / "guarded.py").read_text().replace('("seed", int))', f'("seed", int){pictures}')
+    file.write_text(text)
+    read_workflows([file])
+    file.write_text(text.replace("Safety", "Segment"))
+    with pytest.raises(WorkflowError, match=f"{file}: .*two nodes are named segment"):
+        read_workflows([file])
 
 
 def test_an_error_of_the_graph_names_the_file(tmp_path: Path) -> None:

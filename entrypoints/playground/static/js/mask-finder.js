@@ -11,6 +11,7 @@ export class MaskFinder {
   #reveal;
   #report;
   #abort = null; // AbortController while the server is asked
+  #model = ""; // that has the segmenter; "": the first
   #asking = null; // the promise of whether it found something
 
   /** reveal(): show the mask, it is about to change. report(error): no mask came. */
@@ -23,8 +24,9 @@ export class MaskFinder {
     });
   }
 
-  /** Offer the ways to ask that the model takes, of "words" and "points", and say which it does not take. */
-  offer(ways) {
+  /** Offer the ways to ask that the model takes, of "words" and "points", and say which it does not take. model: see run.js. */
+  offer(ways, model) {
+    this.#model = model;
     const [words, points] = ["words", "points"].map((way) => ways.includes(way));
     const tool = byId("pick").querySelector("input");
     if (tool.checked && !points) document.querySelector("input[name=tool]").click();
@@ -84,7 +86,7 @@ export class MaskFinder {
     this.#show("Selecting…");
     let news = "";
     try {
-      const file = await findMask({ image: picture.file, ...asked }, signal);
+      const file = await findMask({ image: picture.file, ...(this.#model && { model: this.#model }), ...asked }, signal);
       const found = opacityOf(await viewOf(file, picture.size));
       signal.throwIfAborted();
       this.#reveal();

@@ -18,7 +18,7 @@ import { waitForModels, workflowOf } from "./model.js";
 import { openPicture, UnreadablePicture, viewOf } from "./picture.js";
 import { References } from "./references.js";
 import { gridOf, runEdit } from "./run.js";
-import { BadField, offerAdapters, readSettings, showDefaults } from "./settings.js";
+import { BadField, offerAdapters, offerModels, readSettings, showDefaults } from "./settings.js";
 import { addShortcuts } from "./shortcuts.js";
 import { asCurl, asPython, isInline, namedFiles } from "./snippets.js";
 import { Stage } from "./stage.js";
@@ -38,7 +38,8 @@ const references = new References(report);
 const controlPicture = new ControlPicture(report);
 const inputs = new Inputs(byId("inputs"));
 
-let model = null; // null until the server told
+let served = []; // all that the server told of, the default model first
+let model = null; // the chosen one; null until the server told
 let examples = [];
 let picture = null; // what is edited
 let connecting = null; // the promise of `connect`, while it waits
@@ -192,12 +193,17 @@ function ready() {
     toast("Paint over what should change first, or select a part.", "info");
     return null;
   }
-  return { ...readSettings(), references: references.all, control: controlPicture.settings, inputs: inputs.values, written: inputs.written };
+  return { ...readSettings(), model: nameOf(model), references: references.all, control: controlPicture.settings, inputs: inputs.values, written: inputs.written };
+}
+
+/** The name that requests give for a model; "": none, for the first. */
+function nameOf({ id }) {
+  return id === served[0].id ? "" : id;
 }
 
 /** Edit what is open, and show what comes. isKept: it goes into the history. Returns the last image's entry. */
 async function runOnce(settings, isKept = true) {
-  const of = { picture, saved: mask.save() };
+  const of = { picture, saved: mask.save(), model };
   const abort = (running = new AbortController());
   let [entry, firstMs] = [null, null];
   begin();
@@ -243,13 +249,14 @@ function finish(entry) {
 }
 
 function entryOf(of, settings, answer) {
-  return { ...answer, picture: of.picture, saved: of.saved, settings: { ...settings, seed: answer.seed, n: 1 }, compared: null };
+  return { ...answer, picture: of.picture, saved: of.saved, model: of.model, settings: { ...settings, seed: answer.seed, n: 1 }, compared: null };
 }
 
 /** The same edit with every token computed, beside it. Both are timed alike: warm, and without partial images. */
 async function runExact(entry) {
   if (running) return;
-  mask.restore(entry.saved); // what is drawn may have changed since
+  mask.restore(entry.saved); // what is drawn may have changed since, and what is chosen
+  if (entry.model.id !== model.id) use(entry.model);
   try {
     const settings = { ...entry.settings, partials: false };
     const aware = await runOnce(settings, false);
@@ -272,6 +279,7 @@ function showEntry(entry) {
     offerParts(examples.find(({ url }) => url === entry.picture.url) ?? null);
   }
   mask.restore(entry.saved);
+  if (entry.model.id !== model.id) use(entry.model);
   byId("prompt").value = entry.settings.prompt;
   references.all = entry.settings.references;
   controlPicture.settings = entry.settings.control;
@@ -375,6 +383,7 @@ function wire() {
     event.preventDefault();
     find(() => finder.byWords(picture));
   });
+  byId("served").addEventListener("change", () => choose().catch(report));
   byId("brush-size").addEventListener("input", ({ target }) => {
     tools.size = Number(target.value);
   });
@@ -419,19 +428,33 @@ function connect() {
 }
 
 async function meetModel() {
-  const models = await waitForModels((text) => {
+  served = await waitForModels((text) => {
     byId("model").textContent = text;
   });
-  const workflow = await workflowOf(models[0]);
-  model = { ...models[0], ...workflow };
+  offerModels(served.filter(({ parent }) => !parent).map(({ id }) => id));
+  await choose();
+}
+
+/** Use the model that is chosen. */
+async function choose() {
+  const chosen = byId("served").value;
+  const facts = served.find(({ id }) => id === chosen);
+  const workflow = await workflowOf(facts);
+  if (byId("served").value === chosen) use({ ...facts, ...workflow });
+}
+
+/** Offer what a model takes. */
+function use(facts) {
+  model = facts;
+  byId("served").value = model.id;
   byId("model").textContent = `${model.id}, ${model.device}`;
   showDefaults(model);
-  finder.offer(model.selects_by);
+  finder.offer(model.selects_by, nameOf(model));
   references.offer(model.references?.most ?? 0);
   controlPicture.offer(Object.keys(model.controls), model.edit_control_scale);
-  inputs.offer(workflow.inputs);
-  byId("inputs-box").hidden = !workflow.inputs.length;
-  offerAdapters(models.filter(({ parent }) => parent === model.id).map(({ id }) => id));
+  inputs.offer(model.inputs);
+  byId("inputs-box").hidden = !model.inputs.length;
+  offerAdapters(served.filter(({ parent }) => parent === model.id).map(({ id }) => id));
   tellSize();
   onMaskChange();
 }

@@ -7,9 +7,9 @@ import { countActive, generationSize } from "./tokens.js";
 const SMALL_PIXELS = 1_048_576; // up to here three partial images, above one: each is as large as the result
 
 /**
- * settings: {prompt, references, control, inputs, lora, seed (text), n, steps, margin, exact, partials}; references and
- * control: see references.js and control-picture.js; inputs: of the model's workflow, see inputs.js; lora "": no adapter;
- * steps and margin null: the server's own. Yields {partial: true, blob, ms} and, per image, {partial: false, blob, seed,
+ * settings: {prompt, model, references, control, inputs, lora, seed (text), n, steps, margin, exact, partials}; model "":
+ * the first; references and control: see references.js and control-picture.js; inputs: of the model's workflow, see
+ * inputs.js; lora "": no adapter; steps and margin null: the server's own. Yields {partial: true, blob, ms} and, per image, {partial: false, blob, seed,
  * stencil, values, tokens, maskBlob, ms}: ms since the call, tokens: see tokens.js, null where the page cannot tell which
  * were computed.
  */
@@ -30,10 +30,11 @@ export function gridOf(picture, model, settings) {
   return { size, tokenSize: model.token_size, margin };
 }
 
-function fieldsOf(picture, maskBlob, model, { prompt, references, control, inputs, lora, seed, n, steps, margin, exact, partials }) {
+function fieldsOf(picture, maskBlob, model, { prompt, model: named, references, control, inputs, lora, seed, n, steps, margin, exact, partials }) {
   const isSmall = picture.size.width * picture.size.height <= SMALL_PIXELS;
   const fields = { ...inputs, prompt, seed, n, stream: true };
   if (partials && n === 1 && model.partial_images) fields.partial_images = isSmall ? 3 : 1; // of several images the page could show but one
+  if (named) fields.model = named;
   if (lora) fields.lora = lora;
   if (steps !== null) fields.num_inference_steps = steps;
   if (margin !== null && !exact) fields.mask_margin = margin;

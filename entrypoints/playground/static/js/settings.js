@@ -27,6 +27,12 @@ export function showDefaults(model) {
   byId("margin").disabled = !model.page_scheme;
 }
 
+/** Offer the names of the models and of workflows for them; nothing where there is one. */
+export function offerModels(names) {
+  byId("served").replaceChildren(...names.map((name) => el("option", { value: name }, name)));
+  byId("served-box").hidden = names.length < 2;
+}
+
 /** Offer the model's adapters, and none; nothing where it is served without. What was chosen stays, if it is there. */
 export function offerAdapters(names) {
   const chosen = byId("adapter").value;

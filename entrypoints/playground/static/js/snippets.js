@@ -91,9 +91,10 @@ export function isInline(maskText) {
 }
 
 /** Fields by name; a seed may exceed what a number holds. */
-function scalars({ prompt, control, inputs, lora, seed, steps, margin, exact }) {
+function scalars({ prompt, model, control, inputs, lora, seed, steps, margin, exact }) {
   const texts = Object.fromEntries(Object.entries(inputs).filter(([, value]) => !(value instanceof File)));
   const fields = { ...texts, prompt, seed: BigInt(seed) };
+  if (model) fields.model = model;
   if (lora) fields.lora = lora;
   if (steps !== null) fields.num_inference_steps = steps;
   if (exact) fields.mask_aware = false;

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import pytest_asyncio
 from fakes import MODEL
@@ -15,8 +16,10 @@ from run_workflows import DIAMOND, GUARDED
 from core.config import EngineConfig, StencilConfig
 from core.errors import EngineDeadError, InvalidRequestError, ModelNotFoundError, OverloadedError
 from core.graph.workflow import Workflow
-from core.messages.worker import LoadWorkflow
+from core.handles import ModelKey
+from core.messages.worker import DropWorkflow, LoadWorkflow
 from core.run_class import RunClass
+from engine.client.resolve.bound_model import BoundModel
 from engine.client.resolve.served_models import ServedModels
 from engine.client.sessions import runtime_workflows
 from engine.client.sessions.running_sessions import RunningSessions
@@ -24,6 +27,10 @@ from engine.client.sessions.runtime_workflows import RuntimeWorkflows
 from engine.client.sessions.session import Session
 
 FIRST = RunClass(name="mixer", path="user_classes:Mixer")
+
+WHOLE = msgspec.structs.replace(
+    MODEL, components=tuple(ModelKey("content", kind) for kind in ("text_encoder", "vae", "transformer"))
+)
 
 
 class Engines:
@@ -43,8 +50,8 @@ class Engines:
             raise EngineDeadError("it is gone")
         self.resident.append(load.workflow.name)
 
-    def drop_workflow(self, name: str) -> None:
-        self.resident.remove(name)
+    def drop_workflow(self, drop: DropWorkflow) -> None:
+        self.resident.remove(drop.name)
 
 
 class Run(Session):
@@ -65,7 +72,7 @@ class Server:
     def __init__(self) -> None:
         config = EngineConfig(classes=(FIRST,), workflows=(replace(DIAMOND, name="start"), GUARDED_BY_MIXER))
         self.served, self.sessions, self.engines = ServedModels(config), RunningSessions(), Engines()
-        self.served.set({"m": MODEL}, config)
+        self.served.set({"m": WHOLE}, config)
         services = SimpleNamespace(
             served=self.served, sessions=self.sessions, router=self.engines, config=StencilConfig(engine=config)
         )
@@ -193,9 +200,41 @@ async def test_a_class_that_is_not_there_is_refused(server: Server) -> None:
         await server.workflows.register([of("w", "a")], [FIRST])
 
 
-async def test_workflows_for_pictures_are_refused(server: Server) -> None:
-    with pytest.raises(InvalidRequestError, match="makes pictures of a model"):
-        await server.workflows.register([replace(GUARDED_BY_MIXER, name="g")], [FIRST])
+async def test_one_that_makes_a_models_pictures_is_a_name_for_the_model(server: Server) -> None:
+    """Also where the name was one of classes alone, and is again."""
+    served, pictures = server.served, replace(GUARDED_BY_MIXER, name="w")
+    before = served.workflows
+    await server.register(("w", "a"))
+    await server.workflows.register([pictures], [FIRST])
+    await settle()
+    assert list(served.run_workflows) == ["start"]
+    assert list(served.by_name) == ["m", "w"]
+    info = served.by_name["w"]
+    assert (info.name, info.workflow.partition("@")[0]) == ("m", "w")
+    new = {name.partition("@")[0] for name in served.workflows.keys() - before.keys()}
+    assert new == {"w", "controlled_w", "selected_w", "selected_controlled_w"}
+    assert server.titles == ["start", "w"]
+    with server.sessions.track(Run(served.workflows[info.workflow])):
+        await server.register(("w", "a"))
+        await settle()
+        assert (list(served.by_name), list(served.run_workflows)) == (["m"], ["start", "w"])
+        assert info.workflow in served.workflows
+    await settle()
+    assert served.workflows == before
+    assert server.titles == ["start", "w"]
+
+
+async def test_a_server_without_what_a_workflow_needs_refuses_it(server: Server) -> None:
+    pictures = replace(GUARDED_BY_MIXER, name="w")
+    with pytest.raises(InvalidRequestError, match="'w': m has no adapter 'style'; load it"):
+        await server.workflows.register([replace(pictures, loras={"style": 1.0})], [FIRST])
+    with pytest.raises(ModelNotFoundError):
+        await server.workflows.register([pictures], [FIRST], BoundModel("other"))
+    for bound, param in ((BoundModel("m"), "model"), (BoundModel("", {"refiner": "m"}), "refiner")):
+        with pytest.raises(InvalidRequestError, match="leave it out") as caught:
+            await server.workflows.register([of("w", "mixer")], [FIRST], bound)
+        assert caught.value.param == param
+    assert server.titles == ["start"]
 
 
 async def test_a_class_that_workers_have_otherwise_is_refused(server: Server) -> None:
