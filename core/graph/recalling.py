@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import count
 
 from core.graph.op import Port
-from core.graph.workflow import Edge, Node, Region, Workflow, op_of
+from core.graph.workflow import Node, Region, Workflow
 
 STATE = Port("state", "state")
 
@@ -30,20 +30,21 @@ def recalled_name(name: str) -> str:
 
 
 def can_recall(workflow: Workflow) -> bool:
-    """Whether its latents depend on the prompt, the picture and the numbers of a request alone, and come about in one
-    loop of steps of the request's own model, of the strength that the request asks for.
+    """Whether its states depend on the prompt, the picture and the numbers of a request alone, and come about in one
+    loop, of steps of the request's own model, from noise, at the strength that the request asks for.
     """
     steps, begin = _steps_of(workflow), _begin_of(workflow)
-    if steps is None or begin is None or steps.role or steps.canvas or begin.role or begin.canvas:
+    if steps is None or begin is None or begin.inputs:
         return False
+    sources = [workflow.node(edge.source) for edge in steps.inputs]
+    is_plain = not any(node.role or node.canvas for node in (steps, *sources))
     region = next(region for region in workflow.regions if region.name == steps.region)
-    encoded = {edge.source for edge in steps.inputs} & {node.name for node in workflow.nodes if node.op == "text_encode"}
-    return not begin.inputs and bool(encoded) and region == Region(region.name)
+    return is_plain and {node.op for node in sources} == {"text_encode", "image_encode"} and region == Region(region.name)
 
 
 def _steps_of(workflow: Workflow) -> Node | None:
-    """The one node of its denoising steps; None: there are none, or several, or others that work for these."""
-    steps = workflow.steps
+    """The one node of its denoising steps; None: there are none, or several."""
+    steps = [node for node in workflow.nodes if node.op == "denoise"]
     return steps[0] if len(steps) == 1 else None
 
 
@@ -52,7 +53,7 @@ def _begin_of(workflow: Workflow) -> Node | None:
     steps = _steps_of(workflow)
     first = next((edge.source for edge in steps.inputs if edge.name == "latents"), "") if steps else ""
     begin = workflow.find(first)
-    return begin if begin is not None and op_of(begin).begins_region else None
+    return begin if begin is not None and begin.op == "image_encode" else None
 
 
 def _recalled(steps: Node, begin: Node, recall: Node) -> Node:
