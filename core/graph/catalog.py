@@ -43,16 +43,18 @@ SELECTED = {
 }
 """Workflow whose mask is given -> the same with a mask that is found."""
 
+FURTHER = (FIND_MASK, RECALLED_INPAINT, EMBED_PROMPT)
+
 WORKFLOWS: dict[str, Workflow] = {
-    workflow.name: workflow for workflow in (*NAMED, *CONTROLLED.values(), *SELECTED.values(), FIND_MASK, RECALLED_INPAINT, EMBED_PROMPT)
+    workflow.name: workflow for workflow in (*NAMED, *CONTROLLED.values(), *SELECTED.values(), *FURTHER)
 }
 """Name -> workflow, for all that engines run. Of several that take what a request gives, the first serves it."""
 
 
 def with_registered(registered: Iterable[Workflow], classes: Collection[str]) -> dict[str, Workflow]:
-    """WORKFLOWS with those that a user has registered, and with their variants for ControlNets, for masks that are found
-    and for approximate caching. classes: names of the classes that play roles in these. Raises WorkflowError for one that cannot run, one
-    whose name is taken, and a role that no class plays.
+    """WORKFLOWS with those that a user has registered, and with their variants for ControlNets, for masks that are
+    found and for approximate caching. classes: names of the classes that play roles in these. Raises WorkflowError for
+    one that cannot run, one whose name is taken, and a role that no class plays.
     """
     found = dict(WORKFLOWS)
     for workflow in (each for one in registered for each in _with_variants(one)):
