@@ -1,9 +1,9 @@
 """Calibrates mask-aware execution for a checkpoint: `python -m entrypoints.calibrate --model M --images DIR --prompt P`
 
 Runs edits of your images exact and mask-aware with the same seeds, and chooses the cheapest keyframes, page dtype, mask
-margin and full steps whose pictures are similar enough, and then the fewest steps to compute with which they still are. With --skip-levels it adds to an earlier
-calibration how similar prompts must be for approximate caching.
-Servers find the saved result by the checkpoint's fingerprint; their flags for keyframes and page dtype override it.
+margin and full steps whose pictures are similar enough, and then the fewest steps to compute with which they still are.
+With --skip-levels it adds to an earlier calibration how similar prompts must be for approximate caching. Servers find
+the saved result by the checkpoint's fingerprint; their flags for keyframes and page dtype override it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _known(args: argparse.Namespace, model: ModelInfo) -> Calibration:
     for path in (*paths, Path(args.model) / CALIBRATION):
         if path.is_file():
             return msgspec.json.decode(path.read_bytes(), type=Calibration)
-    raise ConfigError(f"{model.name} has no calibration to add skip levels to; calibrate it without --skip-levels first")
+    raise ConfigError(f"{model.name} has no calibration to add to; calibrate it without --skip-levels first")
 
 
 def _images(args: argparse.Namespace) -> list[Path]:
@@ -211,8 +211,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--skip-levels",
         action="store_true",
-        help="measure only how many steps pictures may skip by approximate caching, at which similarity of their prompts, "
-        "and add it to the calibration there is; prompts of which some are alike, by --prompts-file",
+        help="measure only how many steps pictures may skip by approximate caching, at which similarity of their "
+        "prompts, and add it to the calibration there is; give prompts of which some are alike (--prompts-file)",
     )
     parser.add_argument("--output", type=Path, help="file to write (default: where this user's servers look)")
     parser.add_argument("--variant", default="", help="variant of the weight files, as for the server")

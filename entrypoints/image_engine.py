@@ -144,10 +144,11 @@ class ImageEngine:
     own, instead of `model` and all other arguments up to `segmenter`; `Edit.model` names one of them. model_bytes:
     weights that each worker may hold, see SchedulerConfig. variant, dtype, quantization, device, offload, threads,
     mask_aware, cache_keyframes, cache_dtype, priming_prompt, segmenter: see ModelConfig. loras: name -> file of each
-    adapter, see AdapterConfig. cache: see CacheConfig. approximate_cache_bytes, skip_levels: see StencilConfig. data_parallel_size: number of engines, between which edits are
-    distributed. workers_per_engine: ranks of each, the last of which decodes. degree: ranks that compute each denoising
-    step together. workflows: files or folders of users, see `entrypoints.workflows`, or graphs of `classes`: to name as
-    `model` of `generate`, or as ModelConfig.workflow.
+    adapter, see AdapterConfig. cache: see CacheConfig. approximate_cache_bytes, skip_levels: see StencilConfig.
+    data_parallel_size: number of engines, between which edits are distributed. workers_per_engine: ranks of each, the
+    last of which decodes. degree: ranks that compute each denoising step together. workflows: files or folders of
+    users, see `entrypoints.workflows`, or graphs of `classes`: to name as `model` of `generate`, or as
+    ModelConfig.workflow.
     Raises InvalidRequestError for an argument of the wrong type or out of range, and ConfigError if a model, an
     adapter, a class or a workflow cannot be used.
 

@@ -39,7 +39,8 @@ def can_recall(workflow: Workflow) -> bool:
     sources = [workflow.node(edge.source) for edge in steps.inputs]
     is_plain = not any(node.role or node.canvas for node in (steps, *sources))
     region = next(region for region in workflow.regions if region.name == steps.region)
-    return is_plain and {node.op for node in sources} == {"text_encode", "image_encode"} and region == Region(region.name)
+    ops = {node.op for node in sources}
+    return is_plain and ops == {"text_encode", "image_encode"} and region == Region(region.name)
 
 
 def _steps_of(workflow: Workflow) -> Node | None:

@@ -60,8 +60,8 @@ def measure_skip_levels(
 
 
 def level_of(share: float, pairs: Sequence[Pair], target: float) -> SkipLevel:
-    """The level with the least similarity from which on nine of ten pairs reach the target; that of equal prompts, whose
-    states are the same, if there is none.
+    """The level with the least similarity from which on nine of ten pairs reach the target; if there is none, that of
+    equal prompts, whose states are the same.
     """
     for least in sorted({pair.similarity for pair in pairs}):
         above = [pair.ssim for pair in pairs if pair.similarity >= least]

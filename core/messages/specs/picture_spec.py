@@ -29,7 +29,7 @@ class PictureSpec(Canvas, frozen=True, kw_only=True):
     # For nodes of users' classes, of the forms that the workflow declares; by its names.
     inputs: dict[str, ArrayRef] = msgspec.field(default_factory=dict)
     # Approximate caching: latents after some steps, float32 [image tokens, latent width].
-    state: ArrayRef | None = None  # of an earlier request, where this one's steps begin; `sampling` says how many follow
+    state: ArrayRef | None = None  # of an earlier request: where steps begin; `sampling` says how many follow
     kept_states: dict[int, ArrayRef] = msgspec.field(default_factory=dict)  # steps done -> memory for its own
     # Memory for results.
     outputs: dict[str, Artefact]  # by the name that the workflow gives them

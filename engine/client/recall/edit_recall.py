@@ -21,7 +21,6 @@ from engine.client.services import Services
 from engine.client.sessions.edit_images import EditImage
 from engine.client.sessions.prepared_edit import PreparedEdit
 
-
 _WITHOUT_EFFECT = (
     *("seed", "step_schedule", "mask_aware", "mask_margin", "full_steps", "own_page_steps", "approximate_caching"),
     *("hires_strength", "priority", "timeout"),
@@ -101,9 +100,10 @@ class EditRecall:
 
     def _recalling(self, image: EditImage, embedding: Embedding) -> _Plan | None:
         """Have a picture begin in the state of the run with the most similar prompt; None: none is similar enough."""
-        request, states, is_seed_given = image.request, self._services.states, self._prepared.edit.sampling.seed is not None
+        request, states = image.request, self._services.states
+        seed = None if self._prepared.edit.sampling.seed is None else image.seed
         taken = [plan.source for plan in self._plans.values() if plan.source is not None]
-        nearest = states.nearest(self._key(request.picture), embedding, image.seed if is_seed_given else None, taken)
+        nearest = states.nearest(self._key(request.picture), embedding, seed, taken)
         if nearest is None:
             return None
         source, similarity = nearest

@@ -1,7 +1,7 @@
 """PromptEmbedding: has an engine embed a prompt, in a request of its own before those for the pictures.
 
-It comes first because a request to an engine never changes: an engine that dies gets it again as it was, so the state
-in which a picture begins has to be in it. The text encoder's output is cached, and the picture's request finds it there.
+It comes first because a request to an engine never changes: after an engine's death it is sent again as it was, so the
+state in which a picture begins has to be in it. Workers cache what their text encoder makes, for the picture's request.
 """
 
 from __future__ import annotations

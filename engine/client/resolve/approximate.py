@@ -45,6 +45,5 @@ def can_recall(edit: PreparedEdit, levels: Sequence[SkipLevel], workflows: Colle
     model, images = edit.model, edit.prepared
     is_whole = images.unmasked and images.crop is None and edit.edit.mask_request is None
     is_plain = not edit.controls.controls and model.solver_order == 1 and not model.extra_steps
-    return (
-        is_whole and is_plain and recalled_name(edit.graph.name) in workflows and bool(skips_of(levels, sum(edit.rounds)))
-    )
+    has_variant = recalled_name(edit.graph.name) in workflows
+    return is_whole and is_plain and has_variant and bool(skips_of(levels, sum(edit.rounds)))

@@ -43,8 +43,8 @@ class TemplateRegistry:
             del self._claims[pages]
 
     def drop_unwanted(self, pages: Pages) -> None:
-        """Have all engines drop pages that no template has and no registration claims, and forget states made with it. An empty content id belongs to
-        a template that was never prepared, and has no pages.
+        """Have all engines drop pages that no template has and no registration claims, and forget the states of their
+        picture's edits. An empty content id belongs to a template that was never prepared, and has no pages.
         """
         model, content_id, cache_salt = pages
         if not content_id or pages in self._claims or self.store.holds_content(model, content_id, cache_salt):

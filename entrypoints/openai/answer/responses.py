@@ -36,8 +36,8 @@ EXACT_NOTES |= {
 """Notes for clients on why an edit ran exact although exact execution was not requested."""
 
 NOT_RECALLED_NOTE = (
-    "approximate_caching had no effect: it is for pictures without a mask, control pictures, refiner and second pass, of "
-    "enough steps."
+    "approximate_caching had no effect: it is for pictures of enough steps, without a mask, control pictures, refiner "
+    "and second pass."
 )
 
 Parts = list[bytes | memoryview]

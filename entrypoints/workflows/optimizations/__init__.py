@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from core.errors import WorkflowError
 from core.graph.workflow import Workflow
 from entrypoints.workflows.optimizations.approximate_caching import ApproximateCaching
 from entrypoints.workflows.optimizations.asynchronous_adapters import AsynchronousAdapters

@@ -53,9 +53,7 @@ def _step(context: WorkerContext, item: Item) -> _Step:
     return _Step(inputs.family, inputs.rows(), inputs.sample, *facts)
 
 
-def _put_step(
-    context: WorkerContext, item: Item, named: Mapping[str, Tensor], state: State, step: _Step
-) -> ItemResult:
+def _put_step(context: WorkerContext, item: Item, named: Mapping[str, Tensor], state: State, step: _Step) -> ItemResult:
     """Store what a step has made: latents and sampler state of the next version, and the clean prediction. The last
     step drops what is kept for all of them.
     """
