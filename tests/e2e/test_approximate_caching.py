@@ -214,7 +214,7 @@ async def test_what_has_a_mask_takes_no_part(engine: AsyncEngine) -> None:
 
 
 async def test_little_memory_keeps_what_is_used_most(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = 2 * (STATE_BYTES + 2 * 4 * 64) + 1
+    room = 2 * (STATE_BYTES + 2 * (4 * 64 + 8)) + 1
     states = KeptStates(room, engine.services.arena)
     monkeypatch.setattr(engine, "services", replace(engine.services, states=states))
     for name in ("a", "b"):

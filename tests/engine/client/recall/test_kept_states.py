@@ -14,7 +14,7 @@ from engine.client.sessions.client_arena import ClientArena
 
 WIDTH = 4
 SHAPE = 2, 8
-RUN_BYTES = 2 * 4 * 16 + 2 * 4 * WIDTH
+RUN_BYTES = 2 * 4 * 16 + 2 * (4 * WIDTH + 8)
 """Of two states and an embedding."""
 
 
@@ -148,4 +148,4 @@ def test_whatever_happens_the_records_agree(arena: ClientArena) -> None:
 
 def vectors(states: KeptStates, which: RunKey, others: list[KeptRun]) -> list[Embedding]:
     group = states._groups[which]
-    return [group._matrix[number] for number, run in enumerate(group.runs) if run not in others]
+    return [group._embeddings[number] for number, run in enumerate(group.runs) if run not in others]
