@@ -11,11 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import prod
+from mmap import PAGESIZE
 
 import numpy as np
 import numpy.typing as npt
 
 from core.errors import OutOfMemoryError
+from core.free_list import round_up
 from core.handles import NOWHERE, ArrayRef
 from core.ipc.shared_array import carve
 from engine.client.recall.run_key import RunKey
@@ -83,7 +85,7 @@ class KeptStates:
         without all runs that nobody reads.
         """
         size = prod(shape) * 4
-        nbytes = len(steps) * size + 2 * (4 * width + 8)  # a group has at most twice as many rows as runs
+        nbytes = round_up(len(steps) * size, PAGESIZE) + 2 * (4 * width + 8)  # a group has at most twice as many rows
         if not self._make_room(nbytes):
             return None
         try:

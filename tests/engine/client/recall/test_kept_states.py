@@ -14,8 +14,8 @@ from engine.client.sessions.client_arena import ClientArena
 
 WIDTH = 4
 SHAPE = 2, 8
-RUN_BYTES = 2 * 4 * 16 + 2 * (4 * WIDTH + 8)
-"""Of two states and an embedding."""
+RUN_BYTES = 4096 + 2 * (4 * WIDTH + 8)
+"""Of two states, as whole pages of memory, and an embedding."""
 
 
 @pytest.fixture
