@@ -22,6 +22,9 @@ class ModelChoice:
     model: ModelInfo  # never an adapter's; with the defaults that its adapters bring
     loras: tuple[Lora, ...] = ()  # by name
     patches: PatchSet = ()  # the same by content
+    steps_without: int = (
+        0  # the most first steps without them, as some are still loading; 0: none are, see LateAdapters
+    )
 
 
 def choose_model(models: Mapping[str, ModelInfo], name: str, loras: Sequence[Lora] = ()) -> ModelChoice:

@@ -73,6 +73,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     # Steps that compute every token, whose pages the steps after them read instead of the template's: numbers among the
     # computed steps, rising from 0; (): none. None: full_steps, else what the schedule was calibrated with.
     own_page_steps: tuple[int, ...] | None = None
+    # The most first steps that may run without adapters that are still loading, 0..MAX_INFERENCE_STEPS.
+    steps_without_lora: int = 0
     # Scheduling.
     priority: int = 0  # -MAX_PRIORITY..MAX_PRIORITY; lower goes first
     timeout: float | None = None  # seconds, MIN_TIMEOUT..MAX_TIMEOUT
@@ -178,6 +180,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequestError(message, param="own_page_steps")
 
     def _check_scheduling(self) -> None:
+        check_integer("steps_without_lora", self.steps_without_lora, 0, MAX_INFERENCE_STEPS)
         check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if self.timeout is not None:
             check_decimal("timeout", self.timeout, MIN_TIMEOUT, MAX_TIMEOUT)

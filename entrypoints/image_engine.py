@@ -279,6 +279,17 @@ class ImageEngine:
         name = f"offline-{uuid.uuid4().hex}"
         return self._run(self._engine.prime_template(name, upload, model=model, loras=loras))
 
+    def load_adapter(self, name: str, path: str | Path, *, model: str = "", wait: bool = True) -> ModelInfo:
+        """Serve one more LoRA adapter under a name. path: of a safetensors file, or a folder with one. wait: until
+        edits may use it; False: it is loaded meanwhile, and edits may begin without it whose `steps_without_lora` says
+        so. Raises InvalidRequestError, EngineError.
+        """
+        self._check_open()
+        asked = conformed("name", name, str), str(conformed("path", path, str | Path)), conformed("model", model, str)
+        if conformed("wait", wait, bool):
+            return self._run(self._engine.load_adapter(*asked))
+        return self._run(_begin_adapter(self._engine, *asked))
+
     def close(self) -> None:
         """Stop the engine's processes. Calls running in other threads return first, with errors in their results.
         Idempotent.
@@ -372,6 +383,10 @@ async def _start(config: StencilConfig) -> AsyncEngine:
     return engine
 
 
+async def _begin_adapter(engine: AsyncEngine, name: str, path: str, model: str) -> ModelInfo:
+    return engine.begin_adapter(name, path, model)
+
+
 async def _result(
     engine: AsyncEngine, edit: Edit | Mapping[str, ClassInput], sampling: SamplingParams, model: str
 ) -> EditResult:
@@ -391,7 +406,7 @@ async def _edit(engine: AsyncEngine, edit: Edit, sampling: SamplingParams, model
     if model in engine.workflows:
         problem = f"'{model}' is a workflow alone; instead of an Edit give its inputs, a dict by name"
         raise InvalidRequestError(f"Invalid 'edits': {problem}.", param="edits")
-    choice = engine.choose_model(model, named_loras(edit.lora))
+    choice = engine.choose_model(model, named_loras(edit.lora), sampling.steps_without_lora)
     workflow = engine.workflow_of(choice.model)
     request = await asyncio.to_thread(_to_input, edit, sampling, workflow)
     async with engine.edit(f"offline-{uuid.uuid4().hex}", request, choice) as outputs:

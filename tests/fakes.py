@@ -468,7 +468,8 @@ class FakeWorkers:
         names = [port.name for port in ports if port.name not in omitted]
         keys = [TensorKey(item.request_id, item.node, name, item.version) for name in names]
         read = [(ref.input, self._read(ref, rank)) for ref in item.inputs]
-        digest = self.made[item.request_id, item.node] = hash((item.node, item.version, tuple(read)))
+        patches = getattr(item.work, "patches", ())
+        digest = self.made[item.request_id, item.node] = hash((item.node, item.version, patches, tuple(read)))
         self.stored[rank] |= {key: hash((digest, key.name)) for key in keys}
         return tuple(TensorRef(key, rank, (16,), "float32", 64) for key in keys)
 

@@ -14,7 +14,7 @@ from run_workflows import CLASSES
 from core.config import SchedulerConfig
 from core.failure import Failure
 from core.graph.workflow import Workflow
-from core.messages.engine import EngineRequest, Finished, PartialImage
+from core.messages.engine import AdaptersUsed, EngineRequest, Finished, PartialImage
 from core.scheduling.endings import Output
 from core.scheduling.policies.planner.default import Default
 from core.scheduling.policies.policy import SchedulingPolicy
@@ -128,7 +128,7 @@ class LiveSite:
 
     @property
     def ended(self) -> list[str]:
-        return [output.request_id for output in self.outputs if not isinstance(output, PartialImage)]
+        return [output.request_id for output in self.outputs if not isinstance(output, PartialImage | AdaptersUsed)]
 
     def made(self, request: EngineRequest) -> int:
         """A digest of all that a request's output was made from."""

@@ -33,6 +33,27 @@ PARTS: Mapping[str, Sequence[str]] = {
         "model_executor/worker/ops/context.py:WorkerContext.read_parts",
         "model_executor/worker/stores/exchange.py",
     ),
+    "asynchronous_adapters": (
+        "core/late_adapters.py",
+        "core/scheduling/requests/request.py:Request.awaits_adapters",
+        "core/scheduling/requests/request.py:Request.use_adapters",
+        "core/scheduling/requests/request.py:Request._step_of",
+        "core/scheduling/requests/request.py:Request._steps_before",
+        "core/scheduling/scheduler.py:StepScheduler.use_adapters",
+        "core/scheduling/scheduler.py:StepScheduler._tell_adapters",
+        "engine/client/resolve/loading_adapters.py",
+        "engine/client/resolve/served_models.py:ServedModels._named",
+        "engine/client/resolve/served_models.py:ServedModels.loaded",
+        "engine/client/sessions/edit_session.py:EditSession._use_adapters",
+        "engine/client/sessions/runtime_adapters.py:RuntimeAdapters.begin",
+        "engine/client/sessions/runtime_adapters.py:RuntimeAdapters._load_late",
+        "engine/router/router.py:RoutedRequest.use_adapters",
+        "engine/router/router.py:RoutedRequest.note_adapters",
+        "engine/router/router.py:RoutedRequest.note_shown",
+        "engine/router/router.py:RoutedRequest._replace",
+        "engine/router/router.py:Router.use_adapters",
+        "entrypoints/workflows/optimizations/asynchronous_adapters.py",
+    ),
 }
 """Technique -> its parts: a file, or a file and a function in it."""
 
@@ -65,7 +86,7 @@ def effective_lines(source: str, name: str = "") -> int:
         tree = _member(tree, step)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     lines = {line for token in tokens if token.type not in _NO_CODE for line in range(token.start[0], token.end[0] + 1)}
-    if isinstance(tree, ast.ClassDef | ast.FunctionDef):
+    if isinstance(tree, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         first = min([tree.lineno, *(each.lineno for each in tree.decorator_list)])
         lines &= set(range(first, (tree.end_lineno or first) + 1))
     return len(lines.difference(_docstrings(tree)))

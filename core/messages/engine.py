@@ -72,6 +72,15 @@ class DropTemplate(Message, frozen=True):
     cache_salt: str = ""  # pages with other salts stay, see CacheConfig.salt
 
 
+class UseAdapters(Message, frozen=True):
+    """A request's late adapters are loaded: it has them from its next step on. Ignored for requests that have ended.
+    Sent by the API server.
+    """
+
+    request_id: str
+    patches: PatchSet
+
+
 class Abort(Message, frozen=True):
     """Abort these requests. Each still gets its terminal message: Aborted, or another one if it has ended already."""
 
@@ -82,7 +91,7 @@ class Drain(Message, frozen=True):
     """Finish all accepted requests, then exit. New ones are refused by the sender, not here."""
 
 
-ToEngine = EngineRequest | PrimeTemplate | DropTemplate | Addition | Removal | Abort | Drain
+ToEngine = EngineRequest | UseAdapters | PrimeTemplate | DropTemplate | Addition | Removal | Abort | Drain
 
 
 class EngineReady(Message, frozen=True):
@@ -100,6 +109,13 @@ class PartialImage(Message, frozen=True):
     step: int
 
 
+class AdaptersUsed(Message, frozen=True):
+    """From which step on a request has its late adapters. Sent before anything that this step or a later one makes."""
+
+    request_id: str
+    step: int
+
+
 class Finished(Message, frozen=True):
     """Terminal. The last of the request's `pixels` holds the image."""
 
@@ -113,6 +129,7 @@ class Finished(Message, frozen=True):
     full_blocks: int  # most blocks that one of its mask-aware steps computed in full
     made: float  # when the workers had finished it, seconds of CLOCK_MONOTONIC
     degrees: tuple[int, ...] = ()  # of each computed step, the number of ranks that computed it together
+    steps_without_lora: int | None = None  # first steps without its late adapters; None: it had none that were late
     active_tokens: int | None = None  # of the mask that was found; None: none was asked for
     mask_score: float = 0.0  # how sure the segmenter was, 0..1
     # Of the results of users' classes, by name; their bytes are at their places.
@@ -160,7 +177,9 @@ class Aborted(Message, frozen=True):
 class EngineOutputs(Message, frozen=True):
     """The outputs of one iteration of the engine, with its load."""
 
-    outputs: tuple[PartialImage | Finished | TemplatePrimed | AdapterAdded | WorkflowAdded | Failed | Aborted, ...]
+    outputs: tuple[
+        PartialImage | AdaptersUsed | Finished | TemplatePrimed | AdapterAdded | WorkflowAdded | Failed | Aborted, ...
+    ]
     load: LoadReport
     stats: EngineStats | None = None  # None if the last ones are recent enough
 
@@ -174,7 +193,9 @@ class EngineFailed(Message, frozen=True):
 
     failure: Failure
     # Terminal messages of the requests it held; the receiver fails all others.
-    outputs: tuple[Finished | TemplatePrimed | AdapterAdded | WorkflowAdded | PartialImage | Failed | Aborted, ...] = ()
+    outputs: tuple[
+        Finished | TemplatePrimed | AdapterAdded | WorkflowAdded | PartialImage | AdaptersUsed | Failed | Aborted, ...
+    ] = ()
 
 
 FromEngine = EngineReady | EngineOutputs | EngineAlive | EngineFailed

@@ -12,6 +12,7 @@ from core.handles import TensorKey
 from core.messages.engine import (
     Aborted,
     AdapterAdded,
+    AdaptersUsed,
     Failed,
     Finished,
     PartialImage,
@@ -24,7 +25,7 @@ from core.scheduling.requests.live_requests import LiveRequests
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.values.values import ValueTable
 
-Output = PartialImage | Finished | TemplatePrimed | AdapterAdded | WorkflowAdded | Failed | Aborted
+Output = PartialImage | AdaptersUsed | Finished | TemplatePrimed | AdapterAdded | WorkflowAdded | Failed | Aborted
 """Messages of an engine for clients."""
 
 
@@ -116,6 +117,7 @@ def finished(request: Request, cache: CacheOutcome) -> Finished:
         full_blocks=cache.full_blocks,
         made=request.made,
         degrees=tuple(request.degrees.values()),
+        steps_without_lora=request.steps_without_lora,
         active_tokens=request.active_tokens,
         mask_score=request.mask_score,
         shapes=dict(request.result_shapes),

@@ -26,7 +26,15 @@ from core.graph.check import check_workflow
 from core.graph.op import OPS
 from core.graph.workflow import Workflow
 from core.handles import LoadedComponent, ModelKey
-from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, PrimeTemplate
+from core.messages.engine import (
+    Aborted,
+    AdaptersUsed,
+    DropTemplate,
+    EngineRequest,
+    Failed,
+    PrimeTemplate,
+    UseAdapters,
+)
 from core.messages.worker import BatchResult, CostSample, Free, Load, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.run_class import RunClass
@@ -200,10 +208,24 @@ class StepScheduler:
         self._reporter.note_received()
         self._policy.on_arrival(request)
         self._requests.add(request, self._predictor.remaining_load(request))
+        self._tell_adapters(request)
 
     def _refusal(self, head: EngineRequest | PrimeTemplate, needs: Needs) -> Failure | None:
         now = max(head.arrival, self._now)  # one that is sent again has come long ago
         return self._refusals.failure_of(head.model, needs, head.owner, now)
+
+    def use_adapters(self, use: UseAdapters) -> None:
+        """Let a request have its late adapters from its next step on, if it has not ended."""
+        request = self._requests.get(use.request_id)
+        if request is None or not request.is_live:
+            return
+        request.use_adapters(use.patches)
+        self._policy.on_adapters(request)
+        self._tell_adapters(request)
+
+    def _tell_adapters(self, request: Request) -> None:
+        if (step := request.steps_without_lora) is not None:
+            self._outputs.append(AdaptersUsed(request_id=request.id, step=step))
 
     def refuse(self, request_id: str, failure: Failure) -> None:
         """Answer a request that cannot be added."""

@@ -51,10 +51,14 @@ class View:
     # ------------------------------------------------------------------------------------------------ of requests
 
     def ready(self, request: Request) -> list[Node]:
-        """Nodes of a request that may run now, in graph order: their inputs are made, or are being made."""
+        """Nodes of a request that may run now, in graph order: their inputs are made, or are being made, and so
+        are the adapters that they are to have loaded."""
         ready = self._ready.get(request.id)
         if ready is None:
-            ready = self._ready[request.id] = request.progress.ready()
+            ready = request.progress.ready()
+            if request.spec.late is not None:
+                ready = [node for node in ready if not request.awaits_adapters(node)]
+            self._ready[request.id] = ready
         return ready
 
     def can_run(self, request: Request, node: Node, ranks: RankIds) -> bool:

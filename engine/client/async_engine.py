@@ -21,7 +21,7 @@ from core.errors import EngineError, InvalidRequestError, StencilError
 from core.graph.workflow import Workflow
 from core.ipc.limits import check_limits
 from core.lora import Lora
-from core.model_choice import ModelChoice, choose_model
+from core.model_choice import ModelChoice
 from core.model_info import ModelInfo
 from core.run_class import RunClass
 from core.validation import shorten
@@ -212,17 +212,12 @@ class AsyncEngine:
         """
         self.services.admission.check_upload(owner, uploads)
 
-    def choose_model(self, name: str = "", loras: Sequence[Lora] = ()) -> ModelChoice:
-        """The model and adapters that a request names, see `core.model_choice`, after the adapters of the model's
-        workflow. Raises as `choose_model` there, and OverloadedError while no model is served.
+    def choose_model(self, name: str = "", loras: Sequence[Lora] = (), steps_without_lora: int = 0) -> ModelChoice:
+        """The model and adapters that a request names, see `ServedModels.choose`. Raises as that, and OverloadedError
+        while no model is served.
         """
         self._check_open()
-        choice = choose_model(self.models, name, loras)
-        workflow = self.services.served.workflows.get(choice.model.workflow)
-        if workflow is None or not workflow.loras:
-            return choice
-        own = (Lora(adapter, scale) for adapter, scale in workflow.loras.items())
-        return choose_model(self.models, choice.model.name, (*own, *choice.loras))
+        return self._served.choose(name, loras, steps_without_lora)
 
     def check_ready(self) -> None:
         """Raises OverloadedError, and counts the refusal, unless a request can be served at once: while models load, no
@@ -307,6 +302,11 @@ class AsyncEngine:
         """
         self.check_ready()
         return await self._adapters.load(name, path, model)
+
+    def begin_adapter(self, name: str, path: str, model: str = "") -> ModelInfo:
+        """See `RuntimeAdapters.begin`. Raises OverloadedError, too."""
+        self.check_ready()
+        return self._adapters.begin(name, path, model)
 
     def unload_adapter(self, name: str) -> None:
         """See `RuntimeAdapters.unload`."""

@@ -109,6 +109,7 @@ class EditReport:
     values: Mapping[str, RunValue] = field(default_factory=dict)  # results of users' classes beside the picture
     colour_lost: tuple[str, ...] = ()  # colour information that the file cannot hold, see `Colour.lost_in`
     # Execution.
+    steps_without_lora: int | None = None  # its first steps without adapters that were still loading; None: none were
     engine: int | None = None  # number of the engine that made it
     degrees: tuple[int, ...] = ()  # of each computed step, the number of its workers that computed it together
     ms: dict[str, float]  # milliseconds by part

@@ -29,6 +29,7 @@ from core.messages.engine import (
     FromEngine,
     PrimeTemplate,
     ToEngine,
+    UseAdapters,
     WorkflowAdded,
 )
 from core.messages.worker import (
@@ -235,6 +236,8 @@ class EngineCore:
         match message:
             case EngineRequest():
                 self._scheduler.add(message)
+            case UseAdapters():
+                self._scheduler.use_adapters(message)
             case PrimeTemplate():
                 self._scheduler.add_template(message)
             case DropTemplate():

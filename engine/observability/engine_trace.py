@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from core.graph.catalog import WORKFLOWS
 from core.graph.workflow import Workflow
-from core.messages.engine import EngineRequest, Failed, Finished, PartialImage, ToEngine
+from core.messages.engine import AdaptersUsed, EngineRequest, Failed, Finished, PartialImage, ToEngine
 from core.messages.worker import Batch, BatchResult, FromWorker, StepPlan
 from core.scheduling.endings import Output
 from engine.observability.tracing import Event, Span, Tracer
@@ -103,7 +103,9 @@ class EngineTrace:
     def sent(self, outputs: Iterable[Output]) -> None:
         """EngineCore has sent outputs to the API server."""
         for output in outputs:
-            if not isinstance(output, PartialImage) and (traced := self._traced.pop(output.request_id, None)):
+            if not isinstance(output, PartialImage | AdaptersUsed) and (
+                traced := self._traced.pop(output.request_id, None)
+            ):
                 traced.end(output)
 
     def _note(self, batch: Batch, result: BatchResult) -> None:

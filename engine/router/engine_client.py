@@ -29,6 +29,7 @@ from core.messages.engine import (
     Abort,
     Aborted,
     AdapterAdded,
+    AdaptersUsed,
     Drain,
     DropTemplate,
     EngineAlive,
@@ -43,6 +44,7 @@ from core.messages.engine import (
     PrimeTemplate,
     TemplatePrimed,
     ToEngine,
+    UseAdapters,
     WorkflowAdded,
 )
 from core.messages.worker import Addition, Removal
@@ -58,7 +60,9 @@ STOP_SECONDS = 5.0
 LAST_WORDS_SECONDS = 0.1
 """How long the socket is read after the engine's exit, for its last messages."""
 
-RequestOutput = PartialImage | Finished | TemplatePrimed | AdapterAdded | WorkflowAdded | Failed | Aborted
+RequestOutput = (
+    PartialImage | AdaptersUsed | Finished | TemplatePrimed | AdapterAdded | WorkflowAdded | Failed | Aborted
+)
 Waiter = Callable[[RequestOutput], None]
 """Called in the event loop with every output of one request; must not block or raise."""
 
@@ -222,6 +226,11 @@ class EngineClient:
         if self.error is None:
             self._send(what)
 
+    def use_adapters(self, use: UseAdapters) -> None:
+        """Tell of a request that its late adapters are loaded."""
+        if self.error is None:
+            self._send(use)
+
     def abort(self, request_ids: tuple[str, ...]) -> None:
         """Abort requests; the terminal output of each still follows."""
         if self.error is None:
@@ -275,6 +284,6 @@ class EngineClient:
     def _deliver(self, output: RequestOutput) -> None:
         """Call the waiter, which is removed after a terminal output. An unknown id is a bug and raises KeyError."""
         waiter = self._waiters[output.request_id]
-        if not isinstance(output, PartialImage):
+        if not isinstance(output, PartialImage | AdaptersUsed):
             del self._waiters[output.request_id]
         waiter(output)

@@ -20,7 +20,7 @@ from core.costs.load_report import EngineStats, LoadReport
 from core.errors import ConfigError, EngineDeadError, StencilError
 from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
-from core.messages.engine import DropTemplate, EngineRequest, PrimeTemplate
+from core.messages.engine import DropTemplate, EngineRequest, PrimeTemplate, UseAdapters
 from core.messages.worker import Addition, Removal
 from core.model_info import ModelInfo
 from core.restarts import MAX_RESTARTS, Restarts, restart_limit
@@ -199,6 +199,10 @@ class EngineReplica:
     def submit(self, request: EngineRequest | PrimeTemplate | Addition, waiter: Waiter) -> None:
         """Send a request; `waiter` is called with every output, the last one terminal. Raises as EngineClient's."""
         self._client.submit(request, waiter)
+
+    def use_adapters(self, use: UseAdapters) -> None:
+        """Tell of a request that its late adapters are loaded."""
+        self._client.use_adapters(use)
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
         """Abort requests; the terminal output of each still follows."""

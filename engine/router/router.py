@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,10 +24,22 @@ from core.failure import NEVER_BEGUN, Failure
 from core.graph.catalog import with_registered
 from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
-from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, Finished, PartialImage, PrimeTemplate
+from core.late_adapters import LateAdapters
+from core.messages.engine import (
+    Aborted,
+    AdaptersUsed,
+    DropTemplate,
+    EngineRequest,
+    Failed,
+    Finished,
+    PartialImage,
+    PrimeTemplate,
+    UseAdapters,
+)
 from core.messages.specs import RunSpec
 from core.messages.worker import DropWorkflow, LoadWorkflow
 from core.model_info import ModelInfo
+from core.patches import PatchSet
 from core.routing.admission import Outlook
 from core.routing.fleet import Fleet
 from core.routing.policies import make_policy, outlook, work_seconds
@@ -60,6 +72,25 @@ class RoutedRequest:
     was_retried: bool = False  # sent again after an engine's death, whatever the cause
     is_aborted: bool = False  # its caller does not want it any more
     partials_delivered: set[int] = field(default_factory=set)  # indices of the partial images delivered
+
+    def use_adapters(self, patches: PatchSet) -> None:
+        """Have the request, if it is sent again, begin with its late adapters loaded. patches: all of its adapters."""
+        self._replace(lambda late: msgspec.structs.replace(late, are_loaded=True), patches=patches)
+
+    def note_adapters(self, step: int) -> None:
+        """Have it repeat the step from which on it has them."""
+        self._replace(lambda late: msgspec.structs.replace(late, least=step, most=step))
+
+    def note_shown(self, step: int) -> None:
+        """Have it repeat what a preview has shown: so many steps, without its late adapters unless they were noted."""
+        self._replace(lambda late: msgspec.structs.replace(late, least=max(late.least, min(late.most, step))))
+
+    def _replace(self, change: Callable[[LateAdapters], LateAdapters], **changes: PatchSet) -> None:
+        """Change what is sent again of late adapters, if it has some."""
+        message = self.message
+        if isinstance(message, EngineRequest) and message.spec.late is not None:
+            spec = msgspec.structs.replace(message.picture, late=change(message.spec.late), **changes)
+            self.message = msgspec.structs.replace(message, spec=spec)
 
 
 class Router:
@@ -300,6 +331,17 @@ class Router:
         for engine, ids in by_engine.items():
             self._replicas[engine].abort(tuple(ids))
 
+    def use_adapters(self, request_ids: Iterable[str], patches: PatchSet) -> None:
+        """Note that the late adapters of requests are loaded. patches: all adapters of each. Requests that have ended
+        have no use for them.
+        """
+        for request_id in request_ids:
+            if (routed := self._placements.get(request_id)) is None:
+                continue
+            routed.use_adapters(patches)
+            if routed.engine is not None:
+                self._replicas[routed.engine].use_adapters(UseAdapters(request_id=request_id, patches=patches))
+
     def _place(self, routed: RoutedRequest) -> None:
         """Send a request to the engine that the policy chooses; it waits if none is alive that serves its model."""
         shape = self._shape(routed.message)
@@ -338,9 +380,12 @@ class Router:
         routed = self._placements[output.request_id]
         match output:
             case PartialImage():
+                routed.note_shown(output.step)
                 if output.index not in routed.partials_delivered:
                     routed.partials_delivered.add(output.index)
                     routed.waiter(output)
+            case AdaptersUsed():
+                routed.note_adapters(output.step)
             case Failed(failure=Failure(kind="engine_dead") as failure):
                 self.on_down(engine, EngineDeadError(failure.message))
                 self._retry(routed, failure)

@@ -20,9 +20,12 @@ def adapter_router(engine: AsyncEngine, *, is_allowed: bool) -> APIRouter:
 
     @router.post("/v1/load_lora_adapter", response_model=None, openapi_extra=LOAD_ADAPTER_BODY, responses=MODEL_ANSWERS)
     async def load_adapter(request: Request) -> Response:
-        """Load an adapter from a file on the server's machine; answers when requests may use it."""
+        """Load an adapter from a file on the server's machine; answers when requests may use it, or at once, with
+        `wait` false."""
         values = await _read(request)
-        info = await engine.load_adapter(_required(values, "lora_name"), _required(values, "lora_path"), values.model)
+        asked = _required(values, "lora_name"), _required(values, "lora_path"), values.model
+        waits = values.values.get("wait", True)
+        info = await engine.load_adapter(*asked) if waits else engine.begin_adapter(*asked)
         return _json({"id": info.name, "object": "model", "parent": info.parent, "ignored": values.ignored})
 
     @router.post(

@@ -207,10 +207,11 @@ def _answer(engine: AsyncEngine, request: Request, operation: Operation, submiss
             if submission.own.workflow not in engine.workflows:  # it was deleted while the body came
                 raise ModelNotFoundError(submission.own.workflow)
             return RunResponse(engine, build_run_call(submission, submission.own, _owner(request)), submission)
-        choice = engine.choose_model(submission.model, submission.loras)
         if operation == "image_mask":
+            choice = engine.choose_model(submission.model, submission.loras)
             call = build_mask_call(submission, choice, _owner(request))
         else:
+            choice = engine.choose_model(submission.model, submission.loras, submission.steps_without_lora)
             defaults = defaults_of(engine.workflow_of(choice.model))
             call = build_call(operation, submission, choice, _owner(request), defaults)
     except StencilError:

@@ -40,6 +40,7 @@ _SAMPLING_FIELDS = (
     "mask_aware",
     "mask_margin",
     "full_steps",
+    "steps_without_lora",
     "priority",
     "timeout",
 )

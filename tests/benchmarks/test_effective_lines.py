@@ -24,14 +24,18 @@ class A:
     def g(self): return (
         1,
     )
+
+    async def h(self):
+        await self.g()
 '''
 
 
 def test_blank_lines_comments_and_docstrings_do_not_count() -> None:
-    assert effective_lines(TEXT) == 10
-    assert effective_lines(TEXT, "A") == 9
+    assert effective_lines(TEXT) == 12
+    assert effective_lines(TEXT, "A") == 11
     assert effective_lines(TEXT, "A.f") == 5
     assert effective_lines(TEXT, "A.g") == 3
+    assert effective_lines(TEXT, "A.h") == 2
 
 
 def test_all_parts_are_there() -> None:

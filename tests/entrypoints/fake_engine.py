@@ -78,6 +78,7 @@ class FakeEngine:
         self.sessions = RunningSessions()
         self.primed_for: PatchSet = ()  # of the last template
         self.loaded: dict[str, tuple[str, str]] = {}  # adapter -> (path, model)
+        self.begun: list[str] = []  # adapters that are loaded in the background
         self.loads: tuple[LoadReport | None, ...] = (None, None)
         self.stats: tuple[EngineStats | None, ...] = (None, None)
         self.recent_steps: tuple[tuple[StepSample, ...], ...] = ((), ())
@@ -108,7 +109,7 @@ class FakeEngine:
             self.metrics.observe_rejected("shutting_down" if self.is_closing else "not_ready")
             raise not_ready(is_closing=self.is_closing)
 
-    def choose_model(self, name: str = "", loras: Sequence[Lora] = ()) -> ModelChoice:
+    def choose_model(self, name: str = "", loras: Sequence[Lora] = (), steps_without_lora: int = 0) -> ModelChoice:
         return choose_model(self.models, name, loras)
 
     def workflow_of(self, model: ModelInfo) -> Workflow | None:
@@ -167,6 +168,10 @@ class FakeEngine:
         info = msgspec.structs.replace(choose_model(self.models, model).model, name=name, parent=MODEL.name)
         self.loaded[name] = path, model
         return info
+
+    def begin_adapter(self, name: str, path: str, model: str = "") -> ModelInfo:
+        self.begun.append(name)
+        return msgspec.structs.replace(choose_model(self.models, model).model, name=name, parent=MODEL.name)
 
     def unload_adapter(self, name: str) -> None:
         if name not in self.loaded:

@@ -7,6 +7,7 @@ import msgspec
 from core.control import Control
 from core.control_type import ControlType
 from core.handles import ArrayRef, Artefact
+from core.late_adapters import LateAdapters
 from core.messages.canvas import Canvas
 from core.patches import PatchSet
 from core.sampling_params import SamplingParams
@@ -20,6 +21,7 @@ class PictureSpec(Canvas, frozen=True, kw_only=True):
     sampling: SamplingParams  # resolved, without a None that the model needs
     class_label: int | None = None  # instead of a prompt: the class to make a picture of, see `ModelInfo.num_classes`
     patches: PatchSet = ()  # adapters that change the model's layers
+    late: LateAdapters | None = None  # they do from a step on
     controls: tuple[Control, ...] = ()  # for each of its control pictures, with a scale
     control_types: tuple[ControlType, ...] = ()  # what each of them names
     # From the pictures.

@@ -23,6 +23,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     # Scheduling asks these of any request; they are of requests for pictures.
     previews: ClassVar[tuple[Artefact, ...]] = ()
     patches: ClassVar[PatchSet] = ()
+    late: ClassVar[None] = None
     controlnets: ClassVar[tuple[str, ...]] = ()
     num_rows: ClassVar[int] = 1
     num_paged_reference_tokens: ClassVar[int] = 0

@@ -45,6 +45,9 @@ class SchedulingPolicy(ABC):
     def on_arrival(self, request: Request) -> None:
         """Called when a request is added."""
 
+    def on_adapters(self, request: Request) -> None:
+        """Called when a request's late adapters are loaded, for which it may have waited."""
+
     def on_result(self, batch: Batch, result: BatchResult) -> None:
         """Called when all ranks of a batch have answered. result: their common result."""
 

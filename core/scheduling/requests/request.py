@@ -117,6 +117,10 @@ class Request:
     known_sizes: dict[tuple[str, bool], NodeSizes] = field(default_factory=dict)
     # (node, whether it is a mask-aware step) -> its work
     known_work: dict[tuple[str, bool], Work] = field(default_factory=dict)
+    # Its late adapters, if it has some.
+    patches: PatchSet = field(init=False)  # all of its adapters; () while late ones are not loaded
+    num_begun: int = 0  # of its first steps, those that were sent without; at least 1 once anything was sent
+    steps_without_lora: int | None = None  # of its first steps, those that run without, once they are loaded
     has_lost_rank: bool = False  # one of its ranks has died: values may be in shared memory alone
     num_moving: int = 0  # values that a worker is writing to shared memory
     num_deaths: int = field(init=False)  # processes that died while they ran it
@@ -172,6 +176,9 @@ class Request:
 
     def __post_init__(self) -> None:
         self.id, self.spec, self.num_deaths = self.head.request_id, self.head.spec, self.head.num_deaths
+        self.patches, late = self.spec.patches, self.spec.late
+        if late is not None and late.are_loaded:
+            self.steps_without_lora = late.least
 
     @property
     def picture(self) -> PictureSpec:
@@ -207,8 +214,47 @@ class Request:
         return self.binding.needs
 
     def patches_of(self, node: Node) -> PatchSet:
-        """The adapters that change the layers of a node's model: only the request's own model has any."""
-        return self.spec.patches if self.model_of(node) == self.head.model else ()
+        """The adapters that change the layers of a node's model in its next run: only the request's own model has any,
+        and late ones from one of its steps on.
+        """
+        if self.model_of(node) != self.head.model:
+            return ()
+        without = self.steps_without_lora
+        if self.spec.late is None or without == 0:
+            return self.patches
+        has_them = without is not None and node.region and self._step_of(node) >= without
+        return self.patches if has_them else ()
+
+    def awaits_adapters(self, node: Node) -> bool:
+        """Whether the next run of a ready node is to have late adapters that are not loaded: from the step that waits
+        for them on, and in the last step of the request's own model at the latest.
+        """
+        late = self.spec.late
+        if late is None or self.steps_without_lora is not None or self.model_of(node) != self.head.model:
+            return False
+        own = [step.region for step in self.workflow.counted_steps if self.model_of(step) == self.head.model]
+        if not own:
+            return False
+        last = self._steps_before(own[-1]) + self.progress.rounds[own[-1]] - 1
+        return self._step_of(node) >= min(late.most, last)
+
+    def use_adapters(self, patches: PatchSet) -> None:
+        """Have late adapters, which are loaded now, from the next step on, or from where the request had them when it
+        was computed before. patches: all of its adapters.
+        """
+        assert self.spec.late is not None, f"{self.id} has no late adapters"
+        if self.steps_without_lora is None:
+            self.patches, self.steps_without_lora = patches, max(self.spec.late.least, self.num_begun)
+
+    def _step_of(self, node: Node) -> int:
+        """The number of the step that the next run of a node is for, over all loops; 0 outside of these."""
+        return self._steps_before(node.region) + self.progress.scheduled[node.name] if node.region else 0
+
+    def _steps_before(self, region: str) -> int:
+        """Steps of the loops before one."""
+        loops = list(dict.fromkeys(step.region for step in self.workflow.counted_steps))
+        before = loops[: loops.index(region)] if region in loops else loops
+        return sum(self.progress.rounds[each] for each in before)
 
     def preview_place(self, node: Node) -> ArrayRef | None:
         """Memory that the caller sees, for the picture of a side node's run; None: other nodes alone get it."""
@@ -286,6 +332,8 @@ class Request:
 
     def send(self, node: Node, ranks: tuple[int, ...]) -> None:
         """Note that a node's next run is sent to these ranks."""
+        if self.spec.late is not None and self.steps_without_lora is None:
+            self.num_begun = max(self.num_begun, self._step_of(node) + 1)
         self.progress.start(node)
         self.sent_to[node.name, self.progress.scheduled[node.name] if node.region else 0] = ranks
         self.ranks.update(ranks)

@@ -23,7 +23,7 @@ from engine.client.sessions.prepared_edit import PreparedEdit
 
 _WITHOUT_EFFECT = (
     *("seed", "step_schedule", "mask_aware", "mask_margin", "full_steps", "own_page_steps", "approximate_caching"),
-    *("hires_strength", "priority", "timeout"),
+    *("hires_strength", "steps_without_lora", "priority", "timeout"),
 )
 """Sampling parameters on which the states of one loop without a mask do not depend, once all others are resolved; the
 seed counts apart."""

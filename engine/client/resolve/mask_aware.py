@@ -18,7 +18,8 @@ ExactReason = str
 """Why an edit computes every token. asked: the request says so. disabled: the server's flags say so. unsafe: the
 checkpoint's calibration found no setting that keeps the picture, or its family has no mask-aware execution.
 mask_covers_all: the mask with its margin touches every token. too_large: the picture's pages exceed the cache.
-full_steps: all steps are full steps. Otherwise the name of the workflow, one that always does, such as "hires".
+full_steps: all steps are full steps. late_adapters: its first steps may run without its adapters. Otherwise the name
+of the workflow, one that always does, such as "hires".
 """
 
 

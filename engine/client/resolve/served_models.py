@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
 from core.config import CacheConfig, EngineConfig
-from core.errors import WorkflowError
+from core.errors import InvalidRequestError, WorkflowError
 from core.graph.catalog import with_registered
 from core.graph.workflow import Workflow
-from core.model_choice import ModelChoice
+from core.lora import Lora
+from core.model_choice import ModelChoice, choose_model
 from core.model_info import ModelInfo
+from core.patches import PatchSet
+from engine.client.resolve.loading_adapters import LoadingAdapters
 
 
 class ServedModels:
@@ -15,12 +23,13 @@ class ServedModels:
 
     by_name: name -> info, adapters included. engine: the engines' configuration. workflows: name -> workflow, of those
     that engines run for models; they never change. run_workflows: title -> workflow, of those that `AsyncEngine.run`
-    takes: those that users have registered, of their classes alone.
+    takes: those that users have registered, of their classes alone. loading: adapters that are not in by_name yet.
     """
 
     def __init__(self, engine: EngineConfig) -> None:
         """Raises WorkflowError for a registered workflow that cannot run, or that has the name of a model."""
         self.by_name: dict[str, ModelInfo] = {}
+        self.loading = LoadingAdapters()
         self.workflows = with_registered(engine.workflows, {each.name for each in engine.classes})
         self.run_workflows = {each.title: each for each in engine.workflows if not each.is_for_pictures}
         self.engine = engine
@@ -33,8 +42,45 @@ class ServedModels:
         """The engines' limits for cached pages."""
         return self.engine.cache
 
+    def choose(self, name: str, loras: Sequence[Lora], steps_without: int) -> ModelChoice:
+        """What a request names, see `choose_model`, whose errors it raises, after the adapters of the model's workflow.
+        steps_without: the most first steps that it may make without adapters that are still loading, unless the
+        workflow says more. Raises InvalidRequestError for such adapters if that is 0.
+        """
+        choice = choose_model(self._named, name, loras)
+        workflow = self.workflows.get(choice.model.workflow)
+        if workflow is not None and workflow.loras:
+            own = (Lora(adapter, scale) for adapter, scale in workflow.loras.items())
+            choice = choose_model(self._named, choice.model.name, (*own, *choice.loras))
+            steps_without = max(steps_without, workflow.steps_without_lora)
+        late = next((lora.name for lora in choice.loras if lora.scale and self.loading.find(lora.name)), "")
+        if not late:
+            return choice
+        if not steps_without:
+            message = f"Invalid 'lora': '{late}' is still loading; try again, or give 'steps_without_lora'."
+            raise InvalidRequestError(message, param="lora", code="adapter_loading")
+        return replace(choice, patches=(), steps_without=steps_without)
+
+    @property
+    def _named(self) -> dict[str, ModelInfo]:
+        """Name -> info, of what requests may name; of an adapter that is still loading, as far as it is known."""
+        if not self.loading:
+            return self.by_name
+        models = {name: self.by_name[model] for name, model in self.loading.models.items()}
+        own = {name: msgspec.structs.replace(model, name=name, parent=model.name) for name, model in models.items()}
+        return self.by_name | own
+
+    async def loaded(self, choice: ModelChoice) -> PatchSet:
+        """The patches of a choice that was made when some of its adapters were loading, once they are not. Raises
+        InvalidRequestError for one that cannot be loaded or was unloaded, and other StencilErrors of its load.
+        """
+        await self.loading.wait(choice.loras)
+        return choose_model(self.by_name, choice.model.name, choice.loras).patches
+
     def has(self, choice: ModelChoice) -> bool:
         """Whether all adapters of a choice that was made earlier still have a name."""
+        if choice.steps_without:
+            return all(lora.name in self._named for lora in choice.loras)
         named = {info.patch for info in self.by_name.values() if info.parent == choice.model.name}
         return {patch.id for patch in choice.patches} <= named
 

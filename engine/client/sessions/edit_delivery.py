@@ -132,6 +132,7 @@ class EditDelivery:
             partial_images=image.num_partials,
             engine=image.engine,
             degrees=output.degrees,
+            steps_without_lora=output.steps_without_lora,
             template_id=template_id,
             values=values,
             found=self._found(image, output, composed),

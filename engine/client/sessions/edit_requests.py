@@ -11,6 +11,7 @@ import msgspec
 
 from core.handles import ArrayRef, Artefact
 from core.ipc.shared_array import carve
+from core.late_adapters import LateAdapters
 from core.mask_request import SOFT_REACH
 from core.messages.canvas import Canvas
 from core.messages.engine import EngineRequest
@@ -58,6 +59,7 @@ class EditRequests:
             "sampling": msgspec.structs.replace(edit.sampling, seed=edit.sampling.seed + index, n=1),
             "class_label": edit.class_label,
             "patches": edit.choice.patches,
+            "late": self._late,
             "controls": edit.controls.controls,
             "control_types": edit.controls.types,
             "content_id": images.content_id,
@@ -74,6 +76,12 @@ class EditRequests:
         if images.template is None:
             return GenerationSpec(**common)
         return EditSpec(**common, is_mask_aware=edit.exact_reason is None)
+
+    @property
+    def _late(self) -> LateAdapters | None:
+        """A mask is found without adapters."""
+        steps = self.prepared.choice.steps_without
+        return LateAdapters(steps) if steps and not self.prepared.edit.makes_mask else None
 
     def _pictures(self) -> dict[str, Any]:
         """Memory for results and previews."""

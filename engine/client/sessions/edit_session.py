@@ -18,6 +18,7 @@ from core.errors import AdapterNotFiniteError, DeadlineExceededError, EngineDead
 from core.messages.engine import (
     Aborted,
     AdapterAdded,
+    AdaptersUsed,
     Failed,
     Finished,
     PartialImage,
@@ -76,6 +77,8 @@ class EditSession(Session):
         self._images = EditImages(services.router, self.done)
         self._recall: EditRecall | None = None  # once it is prepared; None: without approximate caching
         self._delivery: EditDelivery | None = None  # likewise
+        self._choice = choice
+        self._not_loaded: StencilError | None = None  # why it cannot have its late adapters
         self._is_with_caller = False  # nothing is done for it before its caller asks for the next output
 
     # ---------------------------------------------------------------------------------- to the engine
@@ -109,7 +112,20 @@ class EditSession(Session):
             )
             self._images.submit(image)
             self.is_submitted = True
+        if any(image.request.picture.late is not None for image in images):
+            self._services.sessions.run_in_background(self._use_adapters())
         self._is_with_caller = True
+
+    async def _use_adapters(self) -> None:
+        """Wait for the adapters that were still loading, and have the images go on with them, or fail."""
+        try:
+            patches = await self._services.served.loaded(self._choice)
+        except StencilError as error:
+            self._not_loaded = error
+            self._services.router.abort(self._images.ids)
+        else:
+            self.patches = patches  # they are kept until it ends
+            self._services.router.use_adapters(self._images.ids, patches)
 
     @property
     def waits_for_caller(self) -> bool:
@@ -181,9 +197,11 @@ class EditSession(Session):
                 raise self._failed(output)
             case Aborted() if self.displaced_for:
                 raise self._displaced(self.displaced_for)
+            case Aborted() if self._not_loaded is not None:
+                raise self._not_loaded
             case Aborted():
                 raise shut_down()
-            case TemplatePrimed() | AdapterAdded() | WorkflowAdded():
+            case TemplatePrimed() | AdapterAdded() | AdaptersUsed() | WorkflowAdded():
                 raise AssertionError(f"{output.request_id} is an edit, and was answered as a template")
 
     # ---------------------------------------------------------------------------------- failures

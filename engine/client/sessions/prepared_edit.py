@@ -78,8 +78,8 @@ class PreparedEdit:
 
     @property
     def exact_reason(self) -> ExactReason | None:
-        """Why it does not run mask-aware; None if it does."""
-        return why_exact(
+        """Why it does not run mask-aware; None if it does. Pages are of all steps with an edit's adapters, or none."""
+        reason = why_exact(
             self.sampling,
             self.model,
             self.config,
@@ -88,6 +88,7 @@ class PreparedEdit:
             self.num_tokens,
             self.num_reference_tokens,
         )
+        return "late_adapters" if reason is None and self.choice.steps_without else reason
 
     @property
     def reference_sizes(self) -> tuple[tuple[int, int], ...]:

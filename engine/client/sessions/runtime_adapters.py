@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import msgspec
 
-from core.errors import AdapterNotFoundError, InvalidRequestError, ModelNotFoundError
+from core.errors import AdapterNotFoundError, InvalidRequestError, ModelNotFoundError, StencilError
+from core.ipc.logs import of_request
 from core.lora import MAX_NAME_CHARACTERS
 from core.messages.worker import DropAdapter
 from core.model_choice import choose_model
 from core.model_info import ModelInfo
 from core.validation import check_filled, check_length, check_matches
+from engine.client.resolve.loading_adapters import LoadingAdapter
 from engine.client.services import Services
 from engine.client.sessions.session import Session
+
+logger = logging.getLogger("stencil.engine")
 
 MAX_PATH_CHARACTERS = 4096
 MAX_ADAPTERS = 1024
@@ -33,16 +38,51 @@ class RuntimeAdapters:
         machine. Raises InvalidRequestError for a name that is taken and a file that cannot be used, ModelNotFoundError,
         EngineDeadError, OverloadedError when the server shuts down; nothing has changed then.
         """
-        check_matches("lora_name", name, r"[\w.:-]{1,512}", "letters, digits and _ . : -")
-        check_length("lora_name", name, MAX_NAME_CHARACTERS)
-        check_filled("lora_path", path)
-        check_length("lora_path", path, MAX_PATH_CHARACTERS)
+        _check(name, path)
         async with self._services.sessions.until_shutdown(), self._changing:
-            return await self._load(name, path, self._base(model))
+            base = self._base(model)
+            self._check_free(name)
+            info = await self._load(name, path, base)
+            self._serve(info)
+            return info
+
+    def begin(self, name: str, path: str, model: str = "") -> ModelInfo:
+        """As `load`, in the background: until then, only requests may name it that may begin without. If it cannot be
+        loaded, these fail and it is logged. Returns what is known.
+        """
+        _check(name, path)
+        base = self._base(model)
+        self._check_free(name)
+        loading = self._services.served.loading.begin(name, base.name)
+        self._services.sessions.run_in_background(self._load_late(loading, path, base))
+        return msgspec.structs.replace(base, name=name, parent=base.name)
+
+    async def _load_late(self, loading: LoadingAdapter, path: str, base: ModelInfo) -> None:
+        known = self._services.served.loading
+        try:
+            async with self._services.sessions.until_shutdown(), self._changing:
+                if not known.has(loading):  # it was unloaded meanwhile
+                    return
+                self._check_not_served(loading.name)
+                info = await self._load(loading.name, path, base)
+        except StencilError as error:
+            logger.warning("adapter %s was not loaded: %s", loading.name, error, extra=of_request(""))
+            known.end(loading, error)
+            return
+        if known.has(loading):
+            self._serve(info)
+            known.end(loading)
+        else:
+            await self._drop(info)
 
     def unload(self, name: str) -> None:
-        """Serve an adapter no more. Requests that have it end as they began. Raises AdapterNotFoundError."""
+        """Serve an adapter no more. Requests that have it end as they began; those that wait for it fail. Raises
+        AdapterNotFoundError.
+        """
         served = self._services.served
+        if (loading := served.loading.find(name)) is not None:
+            served.loading.end(loading, InvalidRequestError("It was unloaded.", param="lora_name"))
+            return
         info = served.by_name.get(name)
         if info is None or not info.parent:
             raise AdapterNotFoundError(name)
@@ -56,20 +96,29 @@ class RuntimeAdapters:
             raise ModelNotFoundError(model)
         return choose_model(models, model).model
 
-    async def _load(self, name: str, path: str, model: ModelInfo) -> ModelInfo:
-        served = self._services.served
-        if name in served.by_name or name in served.run_workflows:
-            message = f"Invalid 'lora_name': '{name}' is served already; unload it first, or choose another name."
-            raise InvalidRequestError(message, param="lora_name", code="name_taken")
-        if len(self._names) >= MAX_ADAPTERS:
+    def _check_free(self, name: str) -> None:
+        """Raises InvalidRequestError unless one more adapter may be loaded under this name."""
+        loading = self._services.served.loading
+        self._check_not_served(name)
+        if loading.find(name) is not None:
+            raise _taken(f"'{name}' is being loaded")
+        if len(self._names) + len(loading) >= MAX_ADAPTERS:
             message = f"Invalid 'lora_name': {MAX_ADAPTERS} adapters are served already; unload another one first."
             raise InvalidRequestError(message, param="lora_name", code="too_many_adapters")
+
+    def _check_not_served(self, name: str) -> None:
+        served = self._services.served
+        if name in served.by_name or name in served.run_workflows:
+            raise _taken(f"'{name}' is served already")
+
+    async def _load(self, name: str, path: str, model: ModelInfo) -> ModelInfo:
         added = await self._services.router.additions.load_adapter(model.name, name, path, self._named(model.name))
         own = {"patch": added.patch, "defaults": added.defaults}
-        info = msgspec.structs.replace(model, name=name, parent=model.name, **own)
-        served.add(info)
+        return msgspec.structs.replace(model, name=name, parent=model.name, **own)
+
+    def _serve(self, info: ModelInfo) -> None:
+        self._services.served.add(info)
         self._tell_metrics()
-        return info
 
     async def _drop(self, adapter: ModelInfo) -> None:
         """Have the engines free an adapter once no request uses it, unless it has a name again by then."""
@@ -92,3 +141,15 @@ class RuntimeAdapters:
 
     def _tell_metrics(self) -> None:
         self._services.metrics.name_adapters(self._names)
+
+
+def _check(name: str, path: str) -> None:
+    check_matches("lora_name", name, r"[\w.:-]{1,512}", "letters, digits and _ . : -")
+    check_length("lora_name", name, MAX_NAME_CHARACTERS)
+    check_filled("lora_path", path)
+    check_length("lora_path", path, MAX_PATH_CHARACTERS)
+
+
+def _taken(why: str) -> InvalidRequestError:
+    message = f"Invalid 'lora_name': {why}; unload it first, or choose another name."
+    return InvalidRequestError(message, param="lora_name", code="name_taken")

@@ -25,6 +25,7 @@ EXACT_NOTES: dict[ExactReason, str] = {
     "too_large": "Every token was computed: the picture is too large for the activation cache (--cache-host-bytes, or "
     "--cache-device-bytes where it is given).",
     "full_steps": "Every token was computed: full_steps covers all denoising steps.",
+    "late_adapters": "Every token was computed: an adapter was still loading when the edit came.",
     "hires": "Every token was computed: with hires_scale both passes run exact.",
     "refined": "Every token was computed: pictures of a model with a refiner run exact.",
 }
@@ -106,8 +107,8 @@ def usage(call: ImagesCall, reports: Sequence[EditReport]) -> dict[str, Any]:
 
 def stencil(call: ImagesCall, images: Sequence[ImageOutput]) -> dict[str, Any]:
     """The `stencil` object of an answer. With several images, `seed` and `degrees` are the first one's, each part of
-    `ms` is the maximum, `template_ids` has an entry for each, `primed` and `full_blocks` cover all of them; the rest is
-    equal for all.
+    `ms` is the maximum, `template_ids` and `steps_without_lora` have an entry for each, `primed` and `full_blocks`
+    cover all of them; the rest is equal for all.
     """
     reports = [_report(image) for image in images]
     first = reports[0]
@@ -134,6 +135,7 @@ def stencil(call: ImagesCall, images: Sequence[ImageOutput]) -> dict[str, Any]:
         "full_steps": first.full_steps,
         "full_blocks": max(report.full_blocks for report in reports),
         "degrees": first.degrees,
+        **_steps_without_lora(reports),
         **_template_ids(reports),
         "ms": {part: round(max(report.ms[part] for report in reports), 3) for part in first.ms},
     }
@@ -151,6 +153,12 @@ def _recalled(reports: Sequence[EditReport]) -> dict[str, Any]:
         return {}
     shown = [report.recalled for report in reports]
     return {"approximate_caching": shown[0] if len(shown) == 1 else shown}
+
+
+def _steps_without_lora(reports: Sequence[EditReport]) -> dict[str, Any]:
+    """Of each image, if adapters were still loading when the request came."""
+    steps = [report.steps_without_lora for report in reports]
+    return {} if steps[0] is None else {"steps_without_lora": steps}
 
 
 def _template_ids(reports: Sequence[EditReport]) -> dict[str, Any]:

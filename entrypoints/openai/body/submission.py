@@ -73,6 +73,11 @@ class Submission:
         return cast(tuple[Lora, ...], self.values.get("lora", ()))
 
     @property
+    def steps_without_lora(self) -> int:
+        """See SamplingParams."""
+        return cast(int, self.values.get("steps_without_lora", 0))
+
+    @property
     def input_files(self) -> InputFiles:
         """What it gives that workflow as files."""
         return InputFiles(pictures=self.own_pictures, tensors=self.own_tensors)

@@ -55,6 +55,13 @@ _COMMON = (
     ),
     Field("model", "string", "An id of /v1/models, also of a workflow; empty or omitted: the first model."),
     LoraField("lora", "string", "Adapters of the model, each with a scale, by default 1; empty or omitted: none."),
+    Field(
+        "steps_without_lora",
+        "integer",
+        "Most first steps that may run without adapters that are still loading; default 0: the request is refused.",
+        0,
+        MAX_INFERENCE_STEPS,
+    ),
     Field("n", "integer", "Images to make.", 1, MAX_IMAGES),
     Field("size", "string", "Output size: auto or WIDTHxHEIGHT in pixels."),
     Field("response_format", "string", "b64_json; url is not supported.", choices=("b64_json", "url")),
@@ -192,6 +199,7 @@ ADAPTER_FIELDS: dict[str, Field] = {
         Field("lora_name", "string", "The name that requests choose it by: letters, digits and _ . : -"),
         Field("lora_path", "string", "A safetensors file on the server's machine, or a folder with one."),
         Field("model", "string", "The model id that it is for; empty or omitted: the first one."),
+        Field("wait", "boolean", "Answer when requests may use it; false: at once, and it is loaded meanwhile."),
     )
 }
 MASK_FIELDS: dict[str, Field] = {

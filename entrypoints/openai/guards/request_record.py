@@ -63,11 +63,13 @@ class RequestRecord:
         if not (reports := list(reports)):
             return
         first = reports[0]
+        late = [report.steps_without_lora for report in reports if report.steps_without_lora is not None]
         self._facts = {
             "images": len(reports),
             "mask_ratio": round(first.mask_ratio, 4),
             "steps": first.num_inference_steps,
             "cache": first.cache,
+            **({"steps_without_lora": late} if late else {}),
             "engines": sorted({report.engine for report in reports if report.engine is not None}),
             "ms": {part: round(max(report.ms[part] for report in reports), 1) for part in first.ms},
         }

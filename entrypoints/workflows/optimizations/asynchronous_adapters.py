@@ -1,4 +1,4 @@
-"""AsynchronousAdapters: steps begin while their adapters are still loaded (LegoDiffusion, section 4.2)."""
+"""AsynchronousAdapters: steps begin while their adapters are still loading (LegoDiffusion, section 4.2)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from entrypoints.workflows.optimizations.optimization import Optimization
 
 @dataclass(frozen=True)
 class AsynchronousAdapters(Optimization):
-    """Requests wait for adapters that are still loaded only after so many of their steps, as with their field
+    """Requests wait for adapters that are still loading only after so many of their steps, as with their field
     `steps_without_lora`. The paper's check node after each step is here a fact that the scheduler knows between two.
     """
 

@@ -32,11 +32,12 @@ from model_executor.worker.stores.tensor_store import MissingValueError
 logger = logging.getLogger("stencil.worker")
 
 KEPT = (
-    *("active", "template"),
-    *("modulation-0", "modulation-1", "prompt-state-0", "prompt-state-1", "pages-0", "pages-1"),
+    *("active", "template", "pages-0", "pages-1"),
+    *("modulation-0", "modulation-1", "prompt-state-0", "prompt-state-1"),
+    *("modulation-0-patched", "modulation-1-patched", "prompt-state-0-patched", "prompt-state-1-patched"),
 )
 """What this rank keeps from the first step of a loop to its last: names in the tensor store. Those with a number belong
-to this row of a request."""
+to this row of a request, and those that are patched to steps with adapters: the first steps may have none."""
 
 KEPT_OF_CONTROLS = tuple(f"control-{number}" for number in range(MAX_CONTROLS))
 """Likewise, by number of the control picture."""
@@ -195,11 +196,16 @@ class StepInputs:
         """The family's modulation table of a row; None if it keeps none."""
         work = self._work
         inputs = ModulationInputs(pooled, work.guidance_scale, self.sample.sigmas[:-1], num_rows, work.patches)
-        return self._kept_tensor(f"modulation-{number}", partial(self.family.modulation, inputs))
+        return self._kept_tensor(f"modulation-{number}{self._patched}", partial(self.family.modulation, inputs))
 
     def _prompt_state(self, number: int, embeds: Tensor) -> Tensor | None:
         make = partial(self.family.prompt_state, embeds, self._work.patches)
-        return self._kept_tensor(f"prompt-state-{number}", make)
+        return self._kept_tensor(f"prompt-state-{number}{self._patched}", make)
+
+    @property
+    def _patched(self) -> str:
+        """The end of names of what adapters change, see `KEPT`."""
+        return "-patched" if self._work.patches else ""
 
     # --------------------------------------------------------------------------------------------------- the pages
 

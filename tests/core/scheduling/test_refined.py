@@ -14,7 +14,8 @@ from core.failure import Failure
 from core.graph.work import Work
 from core.graph.workflows.refined import REFINED
 from core.handles import Artefact, LoadedComponent, ModelKey
-from core.messages.engine import EngineRequest, Failed, Finished, PartialImage
+from core.late_adapters import LateAdapters
+from core.messages.engine import EngineRequest, Failed, Finished, PartialImage, UseAdapters
 from core.messages.worker import Batch, CostSample, Item
 from core.model_info import ModelInfo
 from core.patches import Patch
@@ -104,6 +105,23 @@ def test_the_sampler_says_where_the_refiner_takes_over() -> None:
     assert isinstance(rig.outputs[-1], Finished)
     assert rig.outputs[-1].degrees == (1,) * 10
     rig.scheduler.check_integrity()
+
+
+def test_the_last_step_of_the_base_waits_for_its_late_adapters() -> None:
+    """The refiner has none of them."""
+    rig, hat = Rig(first=7, last=3), (Patch("hat"),)
+    rig.scheduler.add(refined("a", late=LateAdapters(most=9)))
+    rig.run()
+    assert len(rig.items("denoise")) == 6
+    rig.scheduler.use_adapters(UseAdapters(request_id="a", patches=hat))
+    rig.run()
+    assert [item.work.patches for item in rig.items("denoise") if isinstance(item.work, Denoise)] == [
+        *[()] * 6,
+        hat,
+        *[()] * 3,
+    ]
+    assert isinstance(rig.outputs[-1], Finished)
+    assert rig.outputs[-1].steps_without_lora == 6
 
 
 def test_each_model_encodes_for_its_own_part_and_the_base_decodes() -> None:

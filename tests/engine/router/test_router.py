@@ -6,14 +6,16 @@ from typing import cast
 
 import msgspec
 import pytest
-from fakes import MODEL, make_edit
+from fakes import MODEL, make_edit, with_spec
 from run_workflows import CLASSES, DIAMOND, run_request
 
 from core.config import EngineConfig, ModelConfig, StencilConfig
 from core.errors import EngineDeadError, ModelUnavailableError, StencilError
 from core.failure import Failure
 from core.ipc.shared_array import Arena
-from core.messages.engine import DropTemplate, EngineRequest, Failed
+from core.late_adapters import LateAdapters
+from core.messages.engine import AdaptersUsed, DropTemplate, EngineRequest, Failed, PartialImage, UseAdapters
+from core.patches import Patch
 from engine.observability.metrics import Metrics
 from engine.router.engine_client import RequestOutput, Waiter
 from engine.router.router import Router
@@ -29,11 +31,16 @@ class Replica:
         self.model_names = tuple(model.name for model in config.models)
         self.error: StencilError | None = None
         self.sent: dict[str, Waiter] = {}
+        self.messages: dict[str, EngineRequest] = {}  # that were sent, by id
+        self.used: list[UseAdapters] = []
         self.dropped: list[DropTemplate] = []
         self.watcher = watcher
 
     def submit(self, request: EngineRequest, waiter: Waiter) -> None:
-        self.sent[request.request_id] = waiter
+        self.sent[request.request_id], self.messages[request.request_id] = waiter, request
+
+    def use_adapters(self, use: UseAdapters) -> None:
+        self.used.append(use)
 
     def drop(self, template: DropTemplate) -> None:
         self.dropped.append(template)
@@ -124,6 +131,28 @@ def test_a_request_waits_for_the_only_engine_that_serves_its_model(engines: Engi
     assert [*engines.first.sent] == ["2"]
     engines.second.serve()
     assert [*engines.second.sent] == ["1"]
+
+
+def test_a_request_that_is_sent_again_has_its_late_adapters_from_the_same_step_on(engines: Engines) -> None:
+    hat = (Patch("hat"),)
+    for name in ("told", "shown", "waiting"):
+        edit = msgspec.structs.replace(with_spec(make_edit(name), late=LateAdapters(most=5)), model="b")
+        engines.router.submit(edit, lambda output: None)
+    engines.second.sent["shown"](PartialImage(request_id="shown", index=0, step=3))
+    engines.router.use_adapters(["told", "gone"], hat)
+    assert engines.second.used == [UseAdapters(request_id="told", patches=hat)]
+    engines.second.sent["told"](AdaptersUsed(request_id="told", step=2))
+    engines.second.sent["told"](PartialImage(request_id="told", index=0, step=4))
+    engines.second.die()
+    engines.router.use_adapters(["waiting"], hat)
+    engines.second.serve()
+    sent = {name: message.spec for name, message in engines.second.messages.items()}
+    assert sent["told"].late == LateAdapters(most=2, least=2, are_loaded=True)
+    assert sent["shown"].late == LateAdapters(most=5, least=3)
+    assert sent["waiting"].late == LateAdapters(most=5, are_loaded=True)
+    assert [sent[name].patches for name in ("told", "shown", "waiting")] == [hat, (), hat]
+    assert len(engines.second.used) == 1
+    engines.second.give_up()
 
 
 def test_a_model_whose_engines_are_given_up_is_refused_and_the_others_go_on(engines: Engines) -> None:

@@ -39,6 +39,15 @@ async def test_an_adapter_is_loaded_and_unloaded(client: httpx.AsyncClient, engi
     assert_refused(await client.post(UNLOAD, json={"lora_name": "hat"}), 404, "adapter_not_found", "lora_name")
 
 
+async def test_an_adapter_may_be_loaded_in_the_background(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    answer = await client.post(LOAD, json=HAT | {"wait": False})
+    assert answer.json() == {"id": "hat", "object": "model", "parent": MODEL.name, "ignored": []}
+    assert (engine.begun, engine.loaded) == (["hat"], {})
+    assert_refused(await client.post(LOAD, json=HAT | {"wait": "no"}), 400, "invalid_type", "wait")
+    await client.post(LOAD, json=HAT | {"wait": True})
+    assert "hat" in engine.loaded
+
+
 @pytest.mark.parametrize(
     ("body", "code", "param"),
     [

@@ -101,18 +101,28 @@ class AdaptedRig(Rig):
             edit.negative_prompt = ""
         return edit
 
-    def check(self, edit: AdaptedEdit, ours: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def check(self, edit: AdaptedEdit, ours: np.ndarray[Any, np.dtype[np.uint8]], steps_without: int = 0) -> None:
+        """steps_without: first steps, and text encoders if there are any, that do not have the edit's adapters."""
         with catch_warnings():
             simplefilter("ignore")  # peft asks whether several adapters are meant
             while self._files_to_load:
                 name, path = self._files_to_load.popitem()
                 self.pipeline.load_lora_weights(str(path), adapter_name=name)
-        if edit.scales:
+        self._use({} if steps_without else edit.scales)
+
+        def after_step(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            if step + 1 == steps_without:
+                self._use(edit.scales)
+            return {}
+
+        assert_same(ours, self.expected(edit, **({"callback_on_step_end": after_step} if steps_without else {})))
+
+    def _use(self, scales: Scales) -> None:
+        if scales:
             self.pipeline.enable_lora()
-            self.pipeline.set_adapters(list(edit.scales), list(edit.scales.values()))
+            self.pipeline.set_adapters(list(scales), list(scales.values()))
         else:
             self.pipeline.disable_lora()
-        assert_same(ours, self.expected(edit))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -159,6 +169,19 @@ def test_edits_of_other_adapters_and_of_none_change_nothing(rig: AdaptedRig) -> 
     for edit, before, together in zip(edits, alone, rig.run_together(edits), strict=True):
         assert np.array_equal(together, before)
         rig.check(edit, together)
+    assert len(rig.store) == 0
+
+
+def test_first_steps_may_have_no_adapters(rig: AdaptedRig) -> None:
+    """As while these are loading; also where a rank's death has such steps run again later."""
+    edit = rig.make("late", {"whole": 0.7, "attention": 1.2})
+    patches, edit.patches = edit.patches, ()
+    rig.do(edit.encode_plan())
+    for step in (0, 1, 2, 1, 2, *range(3, edit.num_steps)):
+        edit.patches = patches if step >= 2 else ()
+        rig.do(edit.denoise_plan(step))
+    rig.do(edit.decode_plan())
+    rig.check(edit, edit.result(), steps_without=2)
     assert len(rig.store) == 0
 
 

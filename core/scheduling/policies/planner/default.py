@@ -53,6 +53,9 @@ class Default(SchedulingPolicy):
     def on_arrival(self, request: Request) -> None:
         self._is_wanted = True
 
+    def on_adapters(self, request: Request) -> None:
+        self._is_wanted = True
+
     def on_result(self, batch: Batch, result: BatchResult) -> None:
         self._repeated.note_result(batch, result)
         for item in batch.items if not OPS[batch.op].serves_step else ():  # a ControlNet may be beside its step

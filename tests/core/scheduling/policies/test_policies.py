@@ -9,7 +9,7 @@ from typing import get_args
 
 import msgspec
 import pytest
-from fakes import MODEL, FakeWorkers, make_edit, make_mask_request, make_selecting_edit
+from fakes import MODEL, FakeWorkers, make_edit, make_mask_request, make_selecting_edit, with_spec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,8 +17,10 @@ from benchmarks.baselines.clockwork import Clockwork
 from core.config import SchedulerConfig, SchedulingPolicyName
 from core.errors import ConfigError, InvalidRequestError
 from core.failure import Failure
-from core.messages.engine import Aborted, Finished
+from core.late_adapters import LateAdapters
+from core.messages.engine import Aborted, Finished, UseAdapters
 from core.messages.worker import Batch, BatchResult
+from core.patches import Patch
 from core.scheduling.dispatch import Decision, Dispatch, GiveUp
 from core.scheduling.policies import make_policy
 from core.scheduling.policies.policy import SchedulingPolicy
@@ -59,6 +61,9 @@ class Observed(SchedulingPolicy):
         self.arrived.append(request.id)
         self.inner.on_arrival(request)
 
+    def on_adapters(self, request: Request) -> None:
+        self.inner.on_adapters(request)
+
     def on_result(self, batch: Batch, result: BatchResult) -> None:
         assert batch.id == result.batch_id
         self.batches.append(batch.id)
@@ -74,16 +79,21 @@ class Observed(SchedulingPolicy):
 def test_every_policy_ends_every_request_and_changes_nothing_itself(
     name: str, data: st.DataObject, num_ranks: int
 ) -> None:
-    """Requests come, abort and end at random moments, on ranks that answer in any order."""
+    """Requests come, abort and end at random moments, on ranks that answer in any order. Some wait for adapters."""
     policy, workers = Observed(make_policy(name)), FakeWorkers(num_ranks)
     scheduler = StepScheduler(SchedulerConfig(max_num_seqs=3), {"m": MODEL}, num_ranks, policy=policy)
-    added, outputs, batches = list[str](), [], list[int]()
+    added, late, outputs, batches = list[str](), list[str](), [], list[int]()
     for turn in range(400):
         if turn < 12 and data.draw(st.booleans()):
             steps, previews = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 2))
             added.append(f"r{turn}")
             make = data.draw(st.sampled_from([make_edit, make_edit, make_selecting_edit, make_mask_request]))
-            scheduler.add(make(added[-1], steps=steps, partial_images=previews, arrival=float(turn)))
+            request = make(added[-1], steps=steps, partial_images=previews, arrival=float(turn))
+            if make is not make_mask_request and data.draw(st.integers(0, 3)) == 0:
+                request, late = with_spec(request, late=LateAdapters(data.draw(st.integers(0, 4)))), [*late, added[-1]]
+            scheduler.add(request)
+        while late and (turn >= 12 or data.draw(st.booleans())):
+            scheduler.use_adapters(UseAdapters(request_id=late.pop(), patches=(Patch("hat"),)))
         if turn < 12 and added and data.draw(st.integers(0, 5)) == 0:
             scheduler.abort([data.draw(st.sampled_from(added))])
         plan = scheduler.schedule(float(turn))

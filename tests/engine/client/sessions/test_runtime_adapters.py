@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Collection
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
@@ -13,6 +14,7 @@ from fakes import MODEL
 
 from core.config import EngineConfig
 from core.errors import AdapterNotFoundError, InvalidRequestError, ModelNotFoundError, OverloadedError
+from core.graph.workflows.inpaint import INPAINT
 from core.lora import Lora
 from core.messages.engine import AdapterAdded
 from core.messages.worker import DropAdapter
@@ -172,6 +174,90 @@ async def test_of_two_loads_at_once_the_first_gets_the_name(server: Server) -> N
     results = await asyncio.gather(*(server.adapters.load("hat", path) for path in "hs"), return_exceptions=True)
     assert isinstance(results[1], InvalidRequestError)
     assert server.engines.resident == ["h"]
+
+
+async def test_one_that_is_loading_may_be_named_by_requests_that_begin_without(server: Server) -> None:
+    server.engines.gate.clear()
+    info = server.adapters.begin("hat", "h")
+    assert (info.name, info.parent) == ("hat", "m")
+    assert list(server.served.by_name) == ["m"]
+    hat = [Lora("hat", 0.5)]
+    with pytest.raises(InvalidRequestError, match="is still loading") as caught:
+        server.served.choose("", hat, 0)
+    assert caught.value.code == "adapter_loading"
+    for choice in server.served.choose("", hat, 3), server.served.choose("hat", (), 3):
+        assert (choice.model.name, choice.patches, choice.steps_without) == ("m", (), 3)
+        assert server.served.has(choice)
+    assert server.served.choose("", [Lora("hat", 0.0)], 0).steps_without == 0, "it is left out"
+    waiting = asyncio.create_task(server.served.loaded(server.served.choose("", hat, 3)))
+    await settle()
+    assert not waiting.done()
+    server.engines.gate.set()
+    assert await waiting == (Patch("h", 0.5),)
+    assert server.served.choose("", hat, 3).steps_without == 0
+    assert server.served.by_name["hat"].defaults.num_inference_steps == 4
+
+
+async def test_the_workflow_of_a_model_may_say_that_its_requests_begin_without(server: Server) -> None:
+    server.served.workflows["own"] = replace(INPAINT, name="own", loras={"hat": 0.5}, steps_without_lora=4)
+    server.served.by_name["m"] = msgspec.structs.replace(MODEL, workflow="own")
+    server.engines.gate.clear()
+    server.adapters.begin("hat", "h")
+    assert [server.served.choose("", (), steps).steps_without for steps in (0, 9)] == [4, 9]
+    server.engines.gate.set()
+    await settle()
+    assert server.served.choose("", (), 0).patches == (Patch("h", 0.5),)
+
+
+async def test_one_that_is_unloaded_while_it_loads_is_dropped(server: Server) -> None:
+    """Its name is free at once, and those that wait for it fail."""
+    server.engines.gate.clear()
+    server.adapters.begin("hat", "h")
+    choice = server.served.choose("", [Lora("hat")], 3)
+    waiting = asyncio.create_task(server.served.loaded(choice))
+    await settle()
+    server.adapters.unload("hat")
+    server.adapters.begin("hat", "s")
+    with pytest.raises(InvalidRequestError, match=r"'hat' was not loaded\. It was unloaded\."):
+        await waiting
+    server.engines.gate.set()
+    await settle()
+    assert server.engines.resident == ["s"]
+    assert server.served.by_name["hat"].patch == "s"
+    server.adapters.unload("hat")
+    await settle()
+    with pytest.raises(InvalidRequestError, match="served without adapters"):
+        await server.served.loaded(choice)
+    assert not server.served.has(choice)
+
+
+async def test_a_load_in_the_background_that_fails(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """Of its file, of its name, which another has got meanwhile, and at a shutdown."""
+    server.engines.gate.clear()
+    foreground = asyncio.create_task(server.adapters.load("cap", "h"))
+    await settle()
+    for name, path in (("hat", "bad"), ("cap", "s"), ("hood", "h")):
+        server.adapters.begin(name, path)
+    for taken in ("hat", "m"):
+        with pytest.raises(InvalidRequestError, match=r"is being loaded|is served already"):
+            server.adapters.begin(taken, "h")
+    hat = asyncio.create_task(server.served.loaded(server.served.choose("", [Lora("hat")], 3)))
+    await settle()
+    server.engines.gate.set()
+    await foreground
+    with pytest.raises(InvalidRequestError, match=r"'hat' was not loaded\. Invalid 'lora_path': bad\.") as caught:
+        await hat
+    assert (caught.value.param, caught.value.code) == ("lora", "adapter_not_loaded")
+    await settle()
+    assert sorted(server.served.by_name) == ["cap", "hood", "m"]
+    assert [line for line in caplog.messages if "cap was not loaded" in line]
+    server.engines.gate.clear()
+    server.adapters.begin("late", "s")
+    late = asyncio.create_task(server.served.loaded(server.served.choose("", [Lora("late")], 3)))
+    await settle()
+    await server.sessions.drain(0.0)
+    with pytest.raises(OverloadedError):
+        await late
 
 
 @pytest.mark.parametrize(

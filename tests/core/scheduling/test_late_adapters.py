@@ -1,0 +1,197 @@
+"""Requests whose adapters are still loading when they come: which of their steps run without, and that this is
+repeated."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from fakes import make_edit, make_hires_edit, with_spec
+from ranks_that_die import Site, checkpoints_every, run_until
+
+from core.late_adapters import LateAdapters
+from core.messages.engine import AdaptersUsed, EngineRequest, Failed, Finished, UseAdapters
+from core.messages.worker import Batch, StepPlan
+from core.patches import Patch
+from core.scheduling.ops.denoise import Denoise
+from core.scheduling.ops.text_encode import TextEncode
+from core.scheduling.policies.planner.default import Default
+
+HAT = (Patch("hat", 0.5),)
+
+
+def late(request: EngineRequest, most: int) -> EngineRequest:
+    return with_spec(request, late=LateAdapters(most))
+
+
+class Adapted(Site):
+    """A site on which `load` loads the adapter, and that notes what is sent to its workers."""
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        super().__init__(Random(0), num_ranks, Default())
+        self.batches = list[Batch]()
+        submit = self.workers.submit
+
+        def note(plan: StepPlan) -> None:
+            self.batches += plan.batches
+            submit(plan)
+
+        self.workers.submit = note  # type: ignore[method-assign]
+
+    def load(self, name: str = "a") -> None:
+        self.scheduler.use_adapters(UseAdapters(request_id=name, patches=HAT))
+
+    def stand_still(self) -> None:
+        """Run until nothing happens any more."""
+        for _ in range(40):
+            self.step()
+
+    @property
+    def steps(self) -> list[tuple[str, int, bool]]:
+        """Node, step, whether it has the adapter, of each that was sent."""
+        items = [(item.node, item.work) for batch in self.batches for item in batch.items]
+        return [(node, work.step, work.patches == HAT) for node, work in items if isinstance(work, Denoise)]
+
+    @property
+    def texts(self) -> list[bool]:
+        """Whether prompts were encoded with it."""
+        works = [item.work for batch in self.batches for item in batch.items]
+        return [work.patches == HAT for work in works if isinstance(work, TextEncode)]
+
+    @property
+    def told(self) -> list[int]:
+        return [output.step for output in self.outputs if isinstance(output, AdaptersUsed)]
+
+    @property
+    def finished(self) -> Finished:
+        assert isinstance(self.outputs[-1], Finished)
+        return self.outputs[-1]
+
+
+def test_first_steps_run_without_and_then_it_is_waited_for() -> None:
+    site = Adapted()
+    site.scheduler.add(late(make_edit("a", steps=5), most=2))
+    site.stand_still()
+    assert site.steps == [("denoise", 0, False), ("denoise", 1, False)]
+    assert site.told == []
+    site.load()
+    site.finish()
+    assert [has_it for _, _, has_it in site.steps] == [False, False, True, True, True]
+    assert site.texts == [False]
+    assert (site.told, site.finished.steps_without_lora) == ([2], 2)
+
+
+def test_it_is_used_from_the_next_step_on() -> None:
+    site = Adapted()
+    site.scheduler.add(late(make_edit("a", steps=9), most=8))
+    run_until(site, lambda: len(site.steps) == 4)
+    site.load()
+    site.load()  # it may be told twice, where an engine has died meanwhile
+    site.finish()
+    assert [has_it for _, _, has_it in site.steps] == [False] * 4 + [True] * 5
+    assert (site.finished.steps_without_lora, {*site.told}) == (4, {4})
+
+
+def test_all_has_it_if_it_is_there_before_anything_begins() -> None:
+    site = Adapted()
+    site.scheduler.add(late(make_edit("a"), most=2))
+    site.load()
+    site.finish()
+    ordinary = Adapted()
+    ordinary.scheduler.add(with_spec(make_edit("a"), patches=HAT))
+    ordinary.finish()
+    assert site.finished.steps_without_lora == 0
+    assert ordinary.finished.steps_without_lora is None
+    assert (site.steps, site.texts) == (ordinary.steps, ordinary.texts)
+    assert all(has_it for _, _, has_it in site.steps)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_no_request_ends_without(steps: int) -> None:
+    """Of one that has a single step, nothing begins before."""
+    site = Adapted()
+    site.scheduler.add(late(make_edit("a", steps=steps), most=200))
+    site.stand_still()
+    assert len(site.steps) == steps - 1
+    assert len(site.texts) == (steps > 1)
+    site.load()
+    site.finish()
+    assert site.finished.steps_without_lora == steps - 1
+
+
+def test_steps_of_all_loops_are_counted() -> None:
+    site = Adapted()
+    request = late(make_hires_edit("a", steps=4), most=5)
+    site.scheduler.add(request)
+    site.stand_still()
+    first, second = request.rounds
+    assert len(site.steps) == 5 == first + 1
+    site.load()
+    site.finish()
+    assert [has_it for _, _, has_it in site.steps] == [False] * 5 + [True] * (second - 1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_deaths_of_ranks_change_no_step(seed: int) -> None:
+    """Whether they die before it is loaded or later: what has run without is run without again."""
+    with checkpoints_every(2):
+        random, site = Random(seed), Adapted(2)
+        request = late(make_edit("a", steps=12), most=9)
+        site.scheduler.add(request)
+        turns = random.randint(0, 40)
+        for turn in range(60):
+            if turn == turns:
+                site.load()
+            site.step()
+            if random.random() < 0.1 and site.scheduler.ranks.up:
+                site.kill(random.choice(site.scheduler.ranks.up))
+            elif site.workers.dead and random.random() < 0.3:
+                site.join(min(site.workers.dead))
+        site.finish()
+    (without,) = site.told
+    assert site.finished.steps_without_lora == without
+    assert {(step, has_it) for _, step, has_it in site.steps} == {(step, step >= without) for step in range(12)}
+    assert {*site.texts} == {without == 0}
+    assert site.made(request) == again(request, without)
+
+
+def again(request: EngineRequest, without: int) -> int:
+    """What a request makes that is sent again, to an engine that has the adapter."""
+    site = Adapted()
+    repeated = LateAdapters(most=without, least=without, are_loaded=True)
+    site.scheduler.add(with_spec(request, late=repeated, patches=HAT))
+    site.finish()
+    assert site.told == [without]
+    return site.made(request)
+
+
+def test_one_that_waits_can_be_aborted_and_has_a_deadline() -> None:
+    site = Adapted()
+    site.scheduler.add(late(make_edit("a"), most=1))
+    site.scheduler.add(late(make_edit("b", deadline=5.0), most=0))
+    site.stand_still()
+    site.scheduler.abort(["a"])
+    site.load()
+    site.load("b")
+    site.finish()
+    assert site.told == [0]
+    assert {output.request_id for output in site.outputs} == {"a", "b"}
+    waiting = Adapted()
+    waiting.scheduler.add(late(make_edit("a", deadline=5.0), most=1))
+    waiting.stand_still()
+    waiting.now = 6.0
+    waiting.finish()
+    (failed,) = waiting.outputs
+    assert isinstance(failed, Failed)
+    assert failed.failure.kind == "deadline_exceeded"
+
+
+def test_others_go_on_while_one_waits() -> None:
+    site = Adapted()
+    for name in "abc":
+        site.scheduler.add(late(make_edit(name), most=1) if name == "a" else make_edit(name))
+    site.stand_still()
+    assert sorted(site.ended) == ["b", "c"]
+    site.load()
+    site.finish()
+    assert site.ended[-1] == "a"
