@@ -35,9 +35,9 @@ from entrypoints.image_engine import ImageEngine
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "person.png"
 EXAMPLE_PROMPTS = ("a red striped shirt", "a blue plain sweater", "a green checked coat", "a yellow dotted shirt")
 SIMILAR_PROMPTS = (
-    *("a red striped shirt", "red striped shirt", "a person in a red striped shirt", "a red striped shirt in a room"),
-    *("a blue plain sweater", "blue plain sweater", "a figure who wears a blue plain sweater"),
-    *("a red striped sweater", "an orange striped shirt", "a green checked coat"),
+    *("a red striped shirt", "red striped shirt", "a person in a red striped shirt"),
+    *("a blue plain sweater", "blue plain sweater", "a person in a blue plain sweater"),
+    *("a red striped sweater", "a green checked coat"),
 )
 """Some that say the same in other words, and some that do not."""
 UNSAFE = 2
