@@ -23,8 +23,8 @@ from entrypoints.image_engine import Edit, EditResult, ImageEngine
 SHARES = (0.2, 0.4)
 """Of the steps; those of LegoDiffusion's measurement (section 7.4)."""
 
-MIN_PAIRS = 8
-"""Since the tenth percentile of fewer says little."""
+MIN_PAIRS = 4
+"""Of which all but a little must be close; of ten or more one may be far."""
 
 STATE_BYTES = 256 * 1024**2
 """Room for the states of one measurement: of one prompt at a time."""
