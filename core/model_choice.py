@@ -22,9 +22,7 @@ class ModelChoice:
     model: ModelInfo  # never an adapter's; with the defaults that its adapters bring
     loras: tuple[Lora, ...] = ()  # by name
     patches: PatchSet = ()  # the same by content
-    steps_without: int = (
-        0  # the most first steps without them, as some are still loading; 0: none are, see LateAdapters
-    )
+    steps_without: int = 0  # some are still loading: the most first steps without, see LateAdapters; 0: none are
 
 
 def choose_model(models: Mapping[str, ModelInfo], name: str, loras: Sequence[Lora] = ()) -> ModelChoice:

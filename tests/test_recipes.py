@@ -91,6 +91,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "refiner_start": (MIN_REFINER_START, MAX_REFINER_START),
     "mask_margin": (0, MAX_MASK_MARGIN),
     "full_steps": (0, MAX_INFERENCE_STEPS),
+    "steps_without_lora": (0, MAX_INFERENCE_STEPS),
     "priority": (-MAX_PRIORITY, MAX_PRIORITY),
     "timeout": (MIN_TIMEOUT, MAX_TIMEOUT),
 }

@@ -12,11 +12,10 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import count
 from operator import sub
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -65,9 +64,9 @@ class Bench:
         additions = engine._engine.services.router.additions
         load = additions.load_adapter
 
-        async def slowly(*asked: Any) -> AdapterAdded:
+        async def slowly(model: str, name: str, path: str, keep: Collection[str]) -> AdapterAdded:
             await asyncio.sleep(fetch_seconds)
-            return await load(*asked)
+            return await load(model, name, path, keep)
 
         additions.load_adapter = slowly  # type: ignore[method-assign]
         self._known = next(self._names)

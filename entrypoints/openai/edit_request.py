@@ -107,7 +107,7 @@ def build_call(
         input_files=submission.input_files,
         **(_of_mask(values) if is_edit else {}),
     )
-    ignored = [name for name in _ignored(operation, values, model) if name in given]
+    ignored = [name for name in _ignored(operation, values, choice) if name in given]
     return ImagesCall(
         operation=operation,
         edit=edit,
@@ -248,11 +248,12 @@ def safety_identifier(values: Mapping[str, Value]) -> str | None:
     return str(values.get("safety_identifier") or values.get("user") or "") or None
 
 
-def _ignored(operation: Operation, values: Mapping[str, Value], model: ModelInfo) -> list[str]:
-    """Known and valid fields that have no effect with this model and request, in the order of arrival."""
+def _ignored(operation: Operation, values: Mapping[str, Value], choice: ModelChoice) -> list[str]:
+    """Known and valid fields that have no effect with these models and this request, in the order of arrival."""
     fields = EDIT_FIELDS if operation == "image_edit" else GENERATION_FIELDS
     known = (name for name in values if name in fields)  # the others are inputs of a workflow
-    return [name for name in known if not _has_effect(fields[name], values, model, operation)]
+    void = () if choice.loras else ("steps_without_lora",)
+    return [name for name in known if name in void or not _has_effect(fields[name], values, choice.model, operation)]
 
 
 def _has_effect(field: Field, values: Mapping[str, Value], model: ModelInfo, operation: Operation) -> bool:

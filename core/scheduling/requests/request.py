@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from core.errors import InvalidRequestError
@@ -235,8 +236,13 @@ class Request:
         own = [step.region for step in self.workflow.counted_steps if self.model_of(step) == self.head.model]
         if not own:
             return False
-        last = self._steps_before(own[-1]) + self.progress.rounds[own[-1]] - 1
+        last = self._first_steps[own[-1]] + self.progress.rounds[own[-1]] - 1
         return self._step_of(node) >= min(late.most, last)
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether its next step waits for late adapters, so that it needs no slot."""
+        return self.spec.late is not None and self.step_node is not None and self.awaits_adapters(self.step_node)
 
     def use_adapters(self, patches: PatchSet) -> None:
         """Have late adapters, which are loaded now, from the next step on, or from where the request had them when it
@@ -247,14 +253,16 @@ class Request:
             self.patches, self.steps_without_lora = patches, max(self.spec.late.least, self.num_begun)
 
     def _step_of(self, node: Node) -> int:
-        """The number of the step that the next run of a node is for, over all loops; 0 outside of these."""
-        return self._steps_before(node.region) + self.progress.scheduled[node.name] if node.region else 0
+        """The number of the step that the next run of a node is for, over all loops of steps; 0 outside of these."""
+        first = self._first_steps.get(node.region)
+        return 0 if first is None else first + self.progress.scheduled[node.name]
 
-    def _steps_before(self, region: str) -> int:
-        """Steps of the loops before one."""
+    @property
+    def _first_steps(self) -> dict[str, int]:
+        """Loop of steps -> the number of its first one."""
         loops = list(dict.fromkeys(step.region for step in self.workflow.counted_steps))
-        before = loops[: loops.index(region)] if region in loops else loops
-        return sum(self.progress.rounds[each] for each in before)
+        ends = accumulate((self.progress.rounds[loop] for loop in loops), initial=0)
+        return dict(zip(loops, ends, strict=False))
 
     def preview_place(self, node: Node) -> ArrayRef | None:
         """Memory that the caller sees, for the picture of a side node's run; None: other nodes alone get it."""

@@ -45,6 +45,9 @@ from engine.router.engine_client import RequestOutput
 
 logger = logging.getLogger("stencil.engine")
 
+MOST_LOAD_SECONDS = 120.0
+"""How long a request waits for adapters that are loading, whatever its timeout: their file system may hang."""
+
 
 class EditSession(Session):
     """Called in this order: begin, outputs, give_up, close. One caller.
@@ -119,9 +122,11 @@ class EditSession(Session):
     async def _use_adapters(self) -> None:
         """Wait for the adapters that were still loading, and have the images go on with them, or fail."""
         try:
-            patches = await self._services.served.loaded(self._choice)
-        except StencilError as error:
-            self._not_loaded = error
+            async with asyncio.timeout(MOST_LOAD_SECONDS):
+                patches = await self._services.served.loaded(self._choice)
+        except (StencilError, TimeoutError) as error:
+            slow = DeadlineExceededError(f"An adapter of the request was not loaded within {MOST_LOAD_SECONDS:g} s.")
+            self._not_loaded = error if isinstance(error, StencilError) else slow
             self._services.router.abort(self._images.ids)
         else:
             self.patches = patches  # they are kept until it ends
@@ -198,6 +203,7 @@ class EditSession(Session):
             case Aborted() if self.displaced_for:
                 raise self._displaced(self.displaced_for)
             case Aborted() if self._not_loaded is not None:
+                self._services.metrics.observe_failed(self._model.name)
                 raise self._not_loaded
             case Aborted():
                 raise shut_down()

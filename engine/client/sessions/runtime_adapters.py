@@ -7,7 +7,14 @@ import logging
 
 import msgspec
 
-from core.errors import AdapterNotFoundError, InvalidRequestError, ModelNotFoundError, StencilError
+from core.errors import (
+    AdapterNotFoundError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    StencilError,
+)
 from core.ipc.logs import of_request
 from core.lora import MAX_NAME_CHARACTERS
 from core.messages.worker import DropAdapter
@@ -23,6 +30,10 @@ logger = logging.getLogger("stencil.engine")
 MAX_PATH_CHARACTERS = 4096
 MAX_ADAPTERS = 1024
 """Names of adapters, those from the start included. What they take together is limited by the workers."""
+
+MOST_DEATHS, RETRY_SECONDS = 3, 0.5
+"""Of processes that die while they load an adapter in the background, after which it is given up, as its file may be to
+blame; and how long it waits before it is tried again."""
 
 
 class RuntimeAdapters:
@@ -58,22 +69,33 @@ class RuntimeAdapters:
         return msgspec.structs.replace(base, name=name, parent=base.name)
 
     async def _load_late(self, loading: LoadingAdapter, path: str, base: ModelInfo) -> None:
-        known = self._services.served.loading
+        known, num_deaths = self._services.served.loading, 0
         try:
-            async with self._services.sessions.until_shutdown(), self._changing:
-                if not known.has(loading):  # it was unloaded meanwhile
-                    return
-                self._check_not_served(loading.name)
-                info = await self._load(loading.name, path, base)
+            async with self._services.sessions.until_shutdown():
+                while known.has(loading):
+                    try:
+                        return await self._serve_late(loading, path, base)
+                    except EngineDeadError:  # the requests that wait are sent again, too
+                        num_deaths += 1
+                        if num_deaths == MOST_DEATHS:
+                            raise
+                    except OverloadedError:  # no engine is up
+                        pass
+                    await asyncio.sleep(RETRY_SECONDS)
         except StencilError as error:
             logger.warning("adapter %s was not loaded: %s", loading.name, error, extra=of_request(""))
             known.end(loading, error)
-            return
-        if known.has(loading):
-            self._serve(info)
-            known.end(loading)
-        else:
-            await self._drop(info)
+
+    async def _serve_late(self, loading: LoadingAdapter, path: str, base: ModelInfo) -> None:
+        known = self._services.served.loading
+        async with self._changing:
+            self._check_not_served(loading.name)
+            info = await self._load(loading.name, path, base)
+            if known.has(loading):
+                self._serve(info)
+                known.end(loading)
+                return
+        await self._drop(info)  # it was unloaded meanwhile
 
     def unload(self, name: str) -> None:
         """Serve an adapter no more. Requests that have it end as they began; those that wait for it fail. Raises

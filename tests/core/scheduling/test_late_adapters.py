@@ -3,19 +3,25 @@ repeated."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 from fakes import make_edit, make_hires_edit, with_spec
 from ranks_that_die import Site, checkpoints_every, run_until
 
+from core.graph.progress import Progress
+from core.graph.workflow import Node, Region
+from core.graph.workflows.inpaint import INPAINT
 from core.late_adapters import LateAdapters
-from core.messages.engine import AdaptersUsed, EngineRequest, Failed, Finished, UseAdapters
+from core.messages.engine import AdaptersUsed, EngineRequest, Failed, Finished, PartialImage, UseAdapters
 from core.messages.worker import Batch, StepPlan
 from core.patches import Patch
 from core.scheduling.ops.denoise import Denoise
 from core.scheduling.ops.text_encode import TextEncode
 from core.scheduling.policies.planner.default import Default
+from core.scheduling.requests.bindings import Binding
+from core.scheduling.requests.request import Request
 
 HAT = (Patch("hat", 0.5),)
 
@@ -186,12 +192,40 @@ def test_one_that_waits_can_be_aborted_and_has_a_deadline() -> None:
     assert failed.failure.kind == "deadline_exceeded"
 
 
-def test_others_go_on_while_one_waits() -> None:
-    site = Adapted()
-    for name in "abc":
-        site.scheduler.add(late(make_edit(name), most=1) if name == "a" else make_edit(name))
+@pytest.mark.parametrize("most", [0, 1])
+def test_others_go_on_while_as_many_wait_as_may_run_together(most: int) -> None:
+    """Those that wait are still shown as far as they are."""
+    site, waiting = Adapted(), [f"late{number}" for number in range(8)]
+    for name in waiting:
+        site.scheduler.add(late(make_edit(name, steps=3, partial_images=2), most=most))
     site.stand_still()
-    assert sorted(site.ended) == ["b", "c"]
-    site.load()
+    assert site.ended == []
+    assert sum(isinstance(output, PartialImage) for output in site.outputs) == 8 * most
+    for name in "abc":
+        site.scheduler.add(make_edit(name))
+    for _ in range(40):
+        site.step()
+    assert sorted(site.ended) == ["a", "b", "c"]
+    for name in waiting:
+        site.load(name)
     site.finish()
-    assert site.ended[-1] == "a"
+    assert sorted(site.ended[3:]) == waiting
+
+
+def test_rounds_of_classes_are_no_steps() -> None:
+    turn = Node("turn", "run", role="turn", region="turns")
+    workflow = replace(INPAINT, nodes=(turn, *INPAINT.nodes), regions=(Region("turns", rounds=3), *INPAINT.regions))
+    models = dict.fromkeys((node.name for node in workflow.nodes), "m") | {"turn": "turn"}
+    rounds = {region.name: region.rounds or 4 for region in workflow.regions}
+    progress = Progress(workflow, {name: int(number) for name, number in rounds.items()})
+    request = Request(late(make_edit("a"), most=2), workflow, Binding(models, {}, ()), progress)
+    for _ in range(3):
+        request.send(turn, (0,))
+    assert request.num_begun == 1
+    request.send(workflow.node("denoise"), (0,))
+    request.send(workflow.node("denoise"), (0,))
+    assert request.num_begun == 2
+    assert request.awaits_adapters(workflow.node("denoise"))
+    request.use_adapters(HAT)
+    assert request.patches_of(workflow.node("denoise")) == HAT
+    assert request.patches_of(turn) == request.patches_of(workflow.node("text_encode")) == ()

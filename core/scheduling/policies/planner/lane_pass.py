@@ -58,12 +58,12 @@ class LanePass(StepPass):
         return large + small
 
     def _admit_planned(self, room: int) -> list[Request]:
-        """Requests that have made all of their steps, then served ones, but for those that have nothing to do with the
+        """Requests that have no steps to make now, then served ones, but for those that have nothing to do with the
         open ranks. room: for so many that have not begun.
         """
         ended = self.apart | self.given_up
         running = (each for each in self.view.requests.running if each.id not in ended)
-        admitted = [each for each in running if not each.progress.steps_left]
+        admitted = [each for each in running if not has_steps(each)]
         for rank, served in ((None, self.plan.others), *self.plan.served_on):
             for request in served:
                 if rank is not None and self._is_elsewhere(request, rank):
@@ -274,6 +274,6 @@ class LanePass(StepPass):
 
 def _has_slot(request: Request) -> bool:
     """Whether a running request counts among those that may run together: until its last step, or if users' classes run
-    it until its end, because the values between its nodes may be large.
+    it until its end, because the values between its nodes may be large. It has none while it waits for adapters.
     """
-    return request.progress.steps_left > 0 or request.workflow.has_own_ports
+    return has_steps(request) or request.workflow.has_own_ports

@@ -91,7 +91,8 @@ class Plan:
 
 
 def has_steps(request: Request) -> bool:
-    return request.is_live and request.progress.steps_left > 0
+    """Whether a request has steps to make, and its next one need not wait for adapters."""
+    return request.is_live and request.progress.steps_left > 0 and not request.stands_still
 
 
 def step_node(request: Request) -> Node:

@@ -13,7 +13,14 @@ import pytest_asyncio
 from fakes import MODEL
 
 from core.config import EngineConfig
-from core.errors import AdapterNotFoundError, InvalidRequestError, ModelNotFoundError, OverloadedError
+from core.errors import (
+    AdapterNotFoundError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    StencilError,
+)
 from core.graph.workflows.inpaint import INPAINT
 from core.lora import Lora
 from core.messages.engine import AdapterAdded
@@ -35,12 +42,15 @@ class Engines:
     def __init__(self) -> None:
         self.resident: list[str] = []
         self.keep: set[str] = set()  # of the last load
+        self.failing: list[StencilError] = []  # the next loads, from the last on
         self.gate = asyncio.Event()
         self.gate.set()
 
     async def load_adapter(self, model: str, name: str, path: str, keep: Collection[str]) -> AdapterAdded:
         await self.gate.wait()
         self.keep = set(keep)
+        if self.failing:
+            raise self.failing.pop()
         if path == "bad":
             raise InvalidRequestError("Invalid 'lora_path': bad.", param="lora_path")
         self.resident = [*(patch for patch in self.resident if patch != path), path]
@@ -229,6 +239,22 @@ async def test_one_that_is_unloaded_while_it_loads_is_dropped(server: Server) ->
     with pytest.raises(InvalidRequestError, match="served without adapters"):
         await server.served.loaded(choice)
     assert not server.served.has(choice)
+
+
+async def test_a_load_in_the_background_is_tried_again_when_engines_have_died(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not for ever: its file may be to blame."""
+    monkeypatch.setattr(runtime_adapters, "RETRY_SECONDS", 0.0)
+    died, down = EngineDeadError("it died"), OverloadedError("No engine is up.", retry_after=1.0)
+    server.engines.failing = [died, down, down, down, died]
+    server.adapters.begin("hat", "h")
+    assert await server.served.loaded(server.served.choose("", [Lora("hat")], 3)) == (Patch("h"),)
+    server.engines.failing = [died, died, died]
+    server.adapters.begin("cap", "h")
+    with pytest.raises(EngineDeadError):
+        await server.served.loaded(server.served.choose("", [Lora("cap")], 3))
+    assert sorted(server.served.by_name) == ["hat", "m"]
 
 
 async def test_a_load_in_the_background_that_fails(server: Server, caplog: pytest.LogCaptureFixture) -> None:

@@ -198,13 +198,18 @@ async def test_what_began_without_is_repeated_after_deaths(site: Site) -> None:
     assert report.steps_without_lora == MOST
     whole, _ = await site.run("whole", exact())
     assert len({plain, picture, whole}) == 3
-    for kind in ("worker", "engine"):
+    for kind, is_used in (("worker", True), ("engine", True), ("engine", False)):
         site.engine.unload_adapter("hat")
-        task = await site.late(kind)
-        await site.use(kind)
+        name = f"{kind} {is_used}"
+        task = await site.late(name)
+        if is_used:
+            await site.use(name)
         (process,) = processes(kind)
         assert not task.done(), "it is disturbed too late"
         process.kill()
+        if not is_used:
+            await until(lambda: not any(site.engine.alive))
+            site.gate.set()
         again, report = await task
         assert (again == picture, report.steps_without_lora) == (True, MOST)
         await until(lambda: all(site.engine.alive))
