@@ -52,7 +52,7 @@ def measure_skip_levels(
         raise ConfigError("skip levels compare prompts: give two or more different ones (--prompts-file)")
     found, exact = list[SkipLevel](), dict[tuple[int, str], npt.NDArray[np.uint8]]()
     for share in SHARES:
-        with start((_any_similarity(share),)) as engine:
+        with start((any_similarity(share),)) as engine:
             pairs = [pair for seed in range(len(prompts)) for pair in _pairs(engine, prompts, seed, num_steps, exact)]
         found.append(level_of(share, pairs, target))
         say(f"{found[-1]}, of {len(pairs)} pairs")
@@ -73,7 +73,8 @@ def level_of(share: float, pairs: Sequence[Pair], target: float) -> SkipLevel:
     return SkipLevel(share=share, similarity=1.0, ssim_mean=1.0, ssim_p10=1.0, num_pairs=0)
 
 
-def _any_similarity(share: float) -> SkipLevel:
+def any_similarity(share: float) -> SkipLevel:
+    """The level at which all prompts are similar enough."""
     return SkipLevel(share=share, similarity=-1.0, ssim_mean=0.0, ssim_p10=0.0, num_pairs=0)
 
 
