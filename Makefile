@@ -9,7 +9,7 @@ DEV := $(VENV)/.installed-dev
 BROWSER := tests/browser/node_modules/.installed
 TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
-BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-found-masks bench-shared-denoiser bench-two-workflows bench-twelve-workflows bench-written-workflow bench-adapter-wait bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-controlnet-beside bench-workflow-node bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate soak
+BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-found-masks bench-shared-denoiser bench-two-workflows bench-twelve-workflows bench-written-workflow bench-adapter-wait bench-approximate-caching bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-controlnet-beside bench-workflow-node bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate soak
 
 .DEFAULT_GOAL := help
 .PHONY: $(BENCHMARKS) help serve test test-slow test-latest test-browser fuzz lint types format wheel train-embedded train-edges train-segmenter train-unet gpu-run bench-playground calibrate profile clean
@@ -82,6 +82,7 @@ bench-two-workflows: MODULE := benchmarks.serving.two_workflows  ## Latency and 
 bench-twelve-workflows: MODULE := benchmarks.serving.twelve_workflows  ## Memory of twelve workflows in one server, and the steps that they share
 bench-written-workflow: MODULE := benchmarks.serving.written_workflow  ## Edits through a user's workflow that says what the shipped one says, against the shipped one
 bench-adapter-wait: MODULE := benchmarks.serving.adapter_wait  ## How long a picture waits for an adapter that is fetched for it: first, and while its first steps run
+bench-approximate-caching: MODULE := benchmarks.serving.approximate_caching  ## Latency and likeness of pictures that begin in the state of a similar prompt's, at each skip level
 bench-overload: MODULE := benchmarks.serving.overload  ## Goodput under a latency objective: at the knee, and at twice its rate
 bench-goodput: MODULE := benchmarks.serving.goodput_cells  ## Requests in time on two ranks in six cells: the scheduling policy default, goodput that was before it, and Clockwork, beside what the simulation predicts; ARGS="--cells 3 --rounds 5"
 bench-step: MODULE := benchmarks.micro.denoiser_step  ## One denoising step, mask-aware against exact and against diffusers

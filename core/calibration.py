@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from core.page_scheme import PageDtype
+from core.skip_level import SkipLevel
 from core.step_schedule import StepSchedule
 
 CALIBRATION = "calibration.json"
@@ -24,6 +25,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     full_steps_from: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0  # least mask ratio (0..1) with full steps
     mask_margin: int  # px
     step_schedules: tuple[StepSchedule, ...] = ()  # of runs with different numbers of steps
+    skip_levels: tuple[SkipLevel, ...] = ()  # for approximate caching
     # The measurement.
     safe: bool  # whether the requested error was reached; if not, the settings are the best found
     ssim_mean: float  # inside the mask's box, against exact edits

@@ -17,6 +17,7 @@ from core.errors import ConfigError, InvalidRequestError
 from core.graph.workflow import Workflow
 from core.run_class import RunClass
 from core.sampler_defaults import LEFT_OPEN, SamplerDefaults
+from core.skip_level import SkipLevel
 from core.step_schedule import StepScheduleName
 from core.validation import check_choice, check_decimal, check_integer, check_matches, conform
 
@@ -433,9 +434,17 @@ class StencilConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_schedule: StepScheduleName = "full"  # of requests that name none and do not ask to be exact
     arena_bytes: int = 8 * 1024**3  # address space of the shared arena; memory is taken only while in use
     template_bytes: int = 256 * 1024**2  # encoded uploads kept for registered templates
+    approximate_cache_bytes: int = 0  # states kept for approximate caching, beside the shared arena's; 0: none
+    skip_levels: tuple[SkipLevel, ...] | None = None  # of approximate caching, for all models; None: as calibrated
 
     def __post_init__(self) -> None:
         conform(self)
+        check_integer("approximate_cache_bytes", self.approximate_cache_bytes, 0, MAX_CACHE_BYTES)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Address space of the arena of the API server."""
+        return self.arena_bytes + self.approximate_cache_bytes
 
 
 PATIENCE_SECONDS = 60.0

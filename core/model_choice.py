@@ -43,7 +43,7 @@ def choose_model(models: Mapping[str, ModelInfo], name: str, loras: Sequence[Lor
 
 def _with_defaults(model: ModelInfo, models: Mapping[str, ModelInfo], loras: Sequence[Lora]) -> ModelInfo:
     """The model with the defaults of these adapters, of each the first one's that has it. One at scale 0 is left out of
-    the picture, and has none. Step schedules were calibrated for other noise levels.
+    the picture, and has none. Step schedules and skip levels were calibrated for other noise levels.
     """
     brought = LEFT_OPEN
     for lora in loras:
@@ -51,7 +51,7 @@ def _with_defaults(model: ModelInfo, models: Mapping[str, ModelInfo], loras: Seq
             brought = brought.over(models[lora.name].defaults)
     named = {f"default_{name}": value for name, value in msgspec.structs.asdict(brought).items() if value is not None}
     if named.keys() & {"default_num_inference_steps", "default_shift"}:
-        named["step_schedules"] = ()
+        named["step_schedules"] = named["skip_levels"] = ()
     return msgspec.structs.replace(model, **named)
 
 

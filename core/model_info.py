@@ -15,6 +15,7 @@ from core.reference_pictures import ReferencePictures
 from core.sampler_defaults import LEFT_OPEN, SamplerDefaults
 from core.sampling_params import SamplingParams
 from core.selection import SelectionKind
+from core.skip_level import SkipLevel
 from core.step_schedule import StepSchedule
 from core.vision_tokens import VisionTokens
 
@@ -89,6 +90,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     rounds_strength_down: bool = False  # whether a step that strength covers in part is left out
     can_skip_steps: bool = False  # whether the sampler may go from any step's noise level to any later one's
     step_schedules: tuple[StepSchedule, ...] = ()  # set by the worker: those of the checkpoint's calibration
+    skip_levels: tuple[SkipLevel, ...] = ()  # likewise
     # Caching.
     page_scheme: PageScheme | None = None  # set by the worker: how templates are cached; None: never mask-aware
     block_runs: tuple[BlockRun, ...] = ()  # of families that cache the outputs of blocks: the cost of each block

@@ -56,6 +56,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1  # images per request, 1..MAX_IMAGES
     strength: float = 1.0  # 0..1; resolved: rounded to steps, for models that do that in their own way
     max_sequence_length: int | None = None  # text tokens, from 1 to the model's own
+    # Whether the picture may begin in a state that an earlier one of the same owner has kept, and keeps some for later
+    # ones, see `core.skip_level`. None: as the model's workflow says, else not.
+    approximate_caching: bool | None = None
     # Two passes: the first makes a picture smaller by this factor, MIN_HIRES_SCALE..MAX_HIRES_SCALE, whose latents are
     # then enlarged and denoised again. None: one pass.
     hires_scale: float | None = None

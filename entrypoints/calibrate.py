@@ -2,7 +2,8 @@
 
 Runs edits of your images exact and mask-aware with the same seeds, and chooses the cheapest keyframes, page dtype, mask
 margin and full steps whose pictures are similar enough, and then the fewest steps to compute with which they still are.
-Servers find the saved result by the checkpoint's fingerprint; their flags for keyframes and page dtype override it.
+With --skip-levels it adds to an earlier calibration how similar prompts must be for approximate caching. Servers find
+the saved result by the checkpoint's fingerprint; their flags for keyframes and page dtype override it.
 """
 
 from __future__ import annotations
@@ -17,20 +18,28 @@ from typing import get_args
 import msgspec
 
 from core.cache_folder import user_cache_folder
-from core.calibration import Calibration, calibration_file
+from core.calibration import CALIBRATION, Calibration, calibration_file
 from core.config import EMBEDDED_MODEL, Quantization
 from core.errors import ConfigError, StencilError
 from core.ipc.atomic_file import write_atomically
 from core.ipc.logs import one_line
 from core.model_info import ModelInfo
+from core.skip_level import SkipLevel
 from core.step_schedule import StepSchedule
 from entrypoints.calibration.samples import find_images, make_samples
 from entrypoints.calibration.search import Setting, Trial, describe_full_steps
+from entrypoints.calibration.skip_levels import STATE_BYTES, StartEngine, measure_skip_levels
 from entrypoints.calibration.trials import Trials
 from entrypoints.image_engine import ImageEngine
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "person.png"
 EXAMPLE_PROMPTS = ("a red striped shirt", "a blue plain sweater", "a green checked coat", "a yellow dotted shirt")
+SIMILAR_PROMPTS = (
+    *("a red striped shirt", "red striped shirt", "a person in a red striped shirt"),
+    *("a blue plain sweater", "blue plain sweater", "a person in a blue plain sweater"),
+    *("a red striped sweater", "a green checked coat"),
+)
+"""Some that say the same in other words, and some that do not."""
 UNSAFE = 2
 
 
@@ -39,19 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     enough to exact execution.
     """
     args = _parse(argv)
+    how = {name: getattr(args, name) for name in ("variant", "dtype", "quantization", "device")}
 
     def start(keyframes: str, dtype: str) -> ImageEngine:
-        return ImageEngine(
-            args.model,
-            variant=args.variant,
-            dtype=args.dtype,
-            quantization=args.quantization,
-            device=args.device,
-            cache_keyframes=keyframes,
-            cache_dtype=dtype,
-        )
+        return ImageEngine(args.model, **how, cache_keyframes=keyframes, cache_dtype=dtype)
+
+    def start_with_states(levels: Sequence[SkipLevel]) -> ImageEngine:
+        return ImageEngine(args.model, **how, approximate_cache_bytes=STATE_BYTES, skip_levels=levels)
 
     try:
+        if args.skip_levels:
+            return _add_skip_levels(args, start_with_states)
         images, prompts = _images(args), _prompts(args)
         with Trials(start, args.steps, say=print) as trials:
             samples = make_samples(images, prompts, args.num_edits, trials.model)
@@ -68,6 +75,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(f"{_verdict(calibration, args.ssim_p10)}\nsaved as {path}")
     return 0 if calibration.safe else UNSAFE
+
+
+def _add_skip_levels(args: argparse.Namespace, start: StartEngine) -> int:
+    """Measure the skip levels and add them to the calibration that there is. Raises ConfigError if there is none."""
+    with start(()) as engine:
+        model = engine.model
+    known = _known(args, model)
+    is_example = args.model == EMBEDDED_MODEL and args.prompt is None and args.prompts_file is None
+    prompts = list(SIMILAR_PROMPTS) if is_example else _prompts(args)
+    levels = measure_skip_levels(start, prompts, args.steps, args.ssim_p10, print)
+    path = _save(msgspec.structs.replace(known, skip_levels=levels), args.output, model)
+    print(f"saved as {path}")
+    return 0
+
+
+def _known(args: argparse.Namespace, model: ModelInfo) -> Calibration:
+    """The calibration that servers find: the user's own, or that of the checkpoint. Raises ConfigError."""
+    scheme = model.page_scheme
+    paths = [calibration_file(user_cache_folder(os.environ), scheme.fingerprint)] if scheme is not None else []
+    for path in (*paths, Path(args.model) / CALIBRATION):
+        if path.is_file():
+            return msgspec.json.decode(path.read_bytes(), type=Calibration)
+    raise ConfigError(f"{model.name} has no calibration to add to; calibrate it without --skip-levels first")
 
 
 def _images(args: argparse.Namespace) -> list[Path]:
@@ -177,6 +207,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=0.96,
         help="SSIM that nine of ten edits must reach in each class of mask sizes (default: 0.96)",
+    )
+    parser.add_argument(
+        "--skip-levels",
+        action="store_true",
+        help="measure only how many steps pictures may skip by approximate caching, at which similarity of their "
+        "prompts, and add it to the calibration there is; give prompts of which some are alike (--prompts-file)",
     )
     parser.add_argument("--output", type=Path, help="file to write (default: where this user's servers look)")
     parser.add_argument("--variant", default="", help="variant of the weight files, as for the server")

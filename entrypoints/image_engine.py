@@ -42,6 +42,7 @@ from core.mask_request import MaskRequest, mask_request
 from core.model_info import ModelInfo
 from core.run_class import RunClass
 from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, MAX_SIDE, MIN_SIDE, SamplingParams
+from core.skip_level import SkipLevel
 from core.validation import check_filled, check_integer, check_length, conform, conformed
 from engine.client.async_engine import AsyncEngine
 from engine.client.control_input import ControlInput
@@ -143,10 +144,11 @@ class ImageEngine:
     own, instead of `model` and all other arguments up to `segmenter`; `Edit.model` names one of them. model_bytes:
     weights that each worker may hold, see SchedulerConfig. variant, dtype, quantization, device, offload, threads,
     mask_aware, cache_keyframes, cache_dtype, priming_prompt, segmenter: see ModelConfig. loras: name -> file of each
-    adapter, see AdapterConfig. cache: see CacheConfig. data_parallel_size: number of engines, between which edits are
-    distributed. workers_per_engine: ranks of each, the last of which decodes. degree: ranks that compute each denoising
-    step together. workflows: files or folders of users, see `entrypoints.workflows`, or graphs of `classes`: to name as
-    `model` of `generate`, or as ModelConfig.workflow.
+    adapter, see AdapterConfig. cache: see CacheConfig. approximate_cache_bytes, skip_levels: see StencilConfig.
+    data_parallel_size: number of engines, between which edits are distributed. workers_per_engine: ranks of each, the
+    last of which decodes. degree: ranks that compute each denoising step together. workflows: files or folders of
+    users, see `entrypoints.workflows`, or graphs of `classes`: to name as `model` of `generate`, or as
+    ModelConfig.workflow.
     Raises InvalidRequestError for an argument of the wrong type or out of range, and ConfigError if a model, an
     adapter, a class or a workflow cannot be used.
 
@@ -173,6 +175,8 @@ class ImageEngine:
         models: Sequence[ModelConfig] = (),
         model_bytes: int = SchedulerConfig().model_bytes,
         cache: CacheConfig = _CACHE,
+        approximate_cache_bytes: int = StencilConfig().approximate_cache_bytes,
+        skip_levels: Sequence[SkipLevel] | None = None,
         max_num_seqs: int = SchedulerConfig().max_num_seqs,
         image_workers: int = ImageConfig().image_workers,
         data_parallel_size: int = EngineConfig().data_parallel_size,
@@ -211,6 +215,8 @@ class ImageEngine:
             ),
             image=ImageConfig(image_workers=image_workers),
             max_queue=MAX_IN_FLIGHT * data_parallel_size * 10,
+            approximate_cache_bytes=approximate_cache_bytes,
+            skip_levels=None if skip_levels is None else tuple(skip_levels),
         )
         self._loop = uvloop.new_event_loop()
         # A daemon thread: a program that forgets `close` still exits, and the engine's processes end with it.

@@ -462,6 +462,15 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             convert=byte_count,
         ),
         Flag(
+            "--approximate-cache-bytes",
+            StencilConfig,
+            "shared memory for states of pictures, in which later ones of the same API key with similar prompts begin, "
+            "where requests or workflows ask for it (`approximate_caching`); 0: none; a number of bytes, or with K, M "
+            "or G",
+            "BYTES",
+            convert=byte_count,
+        ),
+        Flag(
             "--cache-dir",
             CacheConfig,
             "folder of cached activations on disk; engines may share it; empty: stencil/pages in the user's cache "

@@ -7,15 +7,18 @@ from collections.abc import Collection, Iterable, Iterator
 from core.errors import WorkflowError
 from core.graph.check import check_workflow
 from core.graph.controlling import controlled
+from core.graph.recalling import can_recall, recalling
 from core.graph.selecting import selecting
 from core.graph.workflow import Workflow, op_of, role_of
 from core.graph.workflows.class_conditional import CLASS_CONDITIONAL
 from core.graph.workflows.controlled_hires import CONTROLLED_HIRES
 from core.graph.workflows.controlled_inpaint import CONTROLLED_INPAINT
 from core.graph.workflows.controlled_refined import CONTROLLED_REFINED
+from core.graph.workflows.embed_prompt import EMBED_PROMPT
 from core.graph.workflows.find_mask import FIND_MASK
 from core.graph.workflows.hires import HIRES
 from core.graph.workflows.inpaint import INPAINT
+from core.graph.workflows.recalled_inpaint import RECALLED_INPAINT
 from core.graph.workflows.refined import REFINED
 from core.graph.workflows.selected_controlled_hires import SELECTED_CONTROLLED_HIRES
 from core.graph.workflows.selected_controlled_inpaint import SELECTED_CONTROLLED_INPAINT
@@ -40,16 +43,18 @@ SELECTED = {
 }
 """Workflow whose mask is given -> the same with a mask that is found."""
 
+FURTHER = (FIND_MASK, RECALLED_INPAINT, EMBED_PROMPT)
+
 WORKFLOWS: dict[str, Workflow] = {
-    workflow.name: workflow for workflow in (*NAMED, *CONTROLLED.values(), *SELECTED.values(), FIND_MASK)
+    workflow.name: workflow for workflow in (*NAMED, *CONTROLLED.values(), *SELECTED.values(), *FURTHER)
 }
 """Name -> workflow, for all that engines run. Of several that take what a request gives, the first serves it."""
 
 
 def with_registered(registered: Iterable[Workflow], classes: Collection[str]) -> dict[str, Workflow]:
-    """WORKFLOWS with those that a user has registered, and with their variants for ControlNets and for masks that are
-    found. classes: names of the classes that play roles in these. Raises WorkflowError for one that cannot run, one
-    whose name is taken, and a role that no class plays.
+    """WORKFLOWS with those that a user has registered, and with their variants for ControlNets, for masks that are
+    found and for approximate caching. classes: names of the classes that play roles in these. Raises WorkflowError for
+    one that cannot run, one whose name is taken, and a role that no class plays.
     """
     found = dict(WORKFLOWS)
     for workflow in (each for one in registered for each in with_variants(one)):
@@ -66,8 +71,9 @@ def with_registered(registered: Iterable[Workflow], classes: Collection[str]) ->
 
 
 def with_variants(workflow: Workflow) -> Iterator[Workflow]:
-    """A workflow, and those that serve requests with ControlNets, or whose mask is to be found, instead. One that has
-    such nodes itself has no such variant. Raises WorkflowError if it has others of their names.
+    """A workflow, and those that serve requests with ControlNets, whose mask is to be found, or from the state of an
+    earlier one, instead. One that has such nodes itself has no such variant. Raises WorkflowError if it has others of
+    their names.
     """
     yield workflow
     ops = {node.op for node in workflow.nodes}
@@ -75,3 +81,4 @@ def with_variants(workflow: Workflow) -> Iterator[Workflow]:
     steered = [controlled(workflow)] if {"text_encode", "denoise"} <= ops and "controlnet" not in ops else []
     yield from steered
     yield from map(selecting, [workflow, *steered] if takes_mask else [])
+    yield from [recalling(workflow)] if can_recall(workflow) else []

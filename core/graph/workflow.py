@@ -155,6 +155,7 @@ class Workflow:
     is_mask_aware: bool = False  # its steps may compute the active tokens alone
     # Name of an adapter of the model that it serves, which all its requests have -> its scale.
     loras: Mapping[str, float] = field(default_factory=dict, hash=False)
+    approximate_caching: bool = False  # see SamplingParams; of requests that say nothing
     steps_without_lora: int = 0  # see SamplingParams; of requests that say less
     # Field of requests for pictures -> its value in those over HTTP that leave it out.
     defaults: Mapping[str, Literal] = field(default_factory=dict, hash=False)

@@ -80,7 +80,7 @@ class AsyncEngine:
 
         Raises ConfigError or EngineError, and then leaves nothing behind.
         """
-        check_limits(self.config.arena_bytes, self.config.engine.cache.host_bytes)
+        check_limits(self.config.shared_bytes, self.config.engine.cache.host_bytes)
         await asyncio.to_thread(check_page_folder, self.config.engine.cache)
         services = Services.create(self.config, self.metrics, self._served, self._sessions, self.templates)
         self.services, self._results, changing = services, ResultTemplates(services), asyncio.Lock()

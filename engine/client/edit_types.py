@@ -12,6 +12,7 @@ from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, S
 from core.validation import check_decimal, check_integer, check_length
 from engine.client.control_input import ControlInput
 from engine.client.input_files import NO_FILES, InputFiles
+from engine.client.recall.recalled import Recalled
 from engine.client.resolve.mask_aware import ExactReason
 from engine.client.run_values import RunValue
 from engine.client.upload import Upload
@@ -101,6 +102,7 @@ class EditReport:
     primed: bool = False
     full_steps: int = 0  # steps that computed every token
     full_blocks: int = 0
+    recalled: Recalled | None = None  # what approximate caching did for it; None: it was not asked for
     # The result.
     partial_images: int = 0  # previews that were planned for it
     template_id: str | None = None  # template made of this image, if any

@@ -11,6 +11,7 @@ from core.config import StencilConfig
 from engine.client.admission.admission_controller import AdmissionController
 from engine.client.processes.keeper_process import KeeperProcess, needs_keeper
 from engine.client.processes.worker_launcher import needs_launcher, worker_launcher
+from engine.client.recall.kept_states import KeptStates
 from engine.client.resolve.mask_ratios import MaskRatios
 from engine.client.resolve.served_models import ServedModels
 from engine.client.sessions.client_arena import ClientArena
@@ -34,6 +35,7 @@ class Services:
     images: ImagePool  # decodes uploads, encodes files
     router: Router  # sends requests to the engines
     templates: TemplateRegistry  # registered templates and their pages
+    states: KeptStates  # of pictures, for approximate caching
     admission: AdmissionController  # admits or refuses requests
     mask_ratios: MaskRatios  # of masks that were found
     keeper: KeeperProcess | None  # loads weights for the engines' workers; None: each loads its own
@@ -50,7 +52,8 @@ class Services:
     ) -> Services:
         """Make all services; starts no process but the launcher of workers, which takes longest to start. Raises
         ConfigError if there is no room for the arena."""
-        arena = ClientArena(config.arena_bytes)
+        arena = ClientArena(config.shared_bytes)
+        states = KeptStates(config.approximate_cache_bytes, arena)
         keeper = KeeperProcess() if needs_keeper(config.engine) else None
         with ExitStack() as stack:  # the launcher ends unless all are made
             address = stack.enter_context(worker_launcher.used()) if needs_launcher(config.engine) else ""
@@ -68,7 +71,8 @@ class Services:
                 arena=arena,
                 images=ImagePool(config.image, arena.shared),
                 router=router,
-                templates=TemplateRegistry(templates, served, router),
+                templates=TemplateRegistry(templates, served, router, states),
+                states=states,
                 admission=AdmissionController(config, sessions, router, metrics),
                 mask_ratios=MaskRatios(),
                 keeper=keeper,

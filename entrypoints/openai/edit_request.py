@@ -26,6 +26,7 @@ Operation = Literal["image_edit", "image_generation", "image_mask"]
 
 _SAMPLING_FIELDS = (
     "step_schedule",
+    "approximate_caching",
     "guidance_scale",
     "true_cfg_scale",
     "shift",
@@ -259,7 +260,9 @@ def _has_effect(field: Field, values: Mapping[str, Value], model: ModelInfo, ope
     match field.name:
         case "prompt":
             return not model.num_classes or not values["prompt"] or _class_label(values) is None
-        case "negative_prompt" | "strength" | "max_sequence_length" | "hires_strength" if model.num_classes:
+        case "negative_prompt" | "strength" | "max_sequence_length" | "hires_strength" | "approximate_caching" if (
+            model.num_classes
+        ):
             return False
         case "guidance_scale":
             return model.has_guidance

@@ -48,7 +48,8 @@ def with_calibration(
     calibration = find_calibration(checkpoint.path, cache_folder, checkpoint_hash)
     schedules = calibration.step_schedules if calibration is not None and info.can_skip_steps else ()
     scheme = _page_scheme(config, checkpoint, family, info, checkpoint_hash, calibration)
-    return msgspec.structs.replace(info, page_scheme=scheme, step_schedules=schedules)
+    levels = calibration.skip_levels if calibration is not None else ()
+    return msgspec.structs.replace(info, page_scheme=scheme, step_schedules=schedules, skip_levels=levels)
 
 
 def _page_scheme(

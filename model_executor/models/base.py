@@ -82,11 +82,12 @@ class ImageInputs:
     references: Sequence[Tensor] = ()  # uint8 [height, width, 3] each; the sides are multiples of the token size
     paged_reference_tokens: int = 0
     num_controls: int = 0
+    is_recalled: bool = False  # the run begins with latents that an earlier request has kept
 
     @property
     def goes_on(self) -> bool:
         """Whether the run goes on with latents that other steps have made: none are made here."""
-        return self.part[0] > 0.0
+        return self.part[0] > 0.0 or self.is_recalled
 
     @classmethod
     def blank(cls, side: int, num_inference_steps: int) -> Self:

@@ -11,7 +11,7 @@ from entrypoints.image_engine import ImageEngine
 from entrypoints.serve_flags import FLAGS, Flag
 
 ALL = [flag for flags in FLAGS.values() for flag in flags]
-OWN_ARGUMENTS = {"self", "model", "models", "loras", "cache", "classes", "workflows"}
+OWN_ARGUMENTS = {"self", "model", "models", "loras", "cache", "skip_levels", "classes", "workflows"}
 """Of ImageEngine: what flags name in another form, or what a server has no use for."""
 
 

@@ -30,6 +30,9 @@ class PictureSpec(Canvas, frozen=True, kw_only=True):
     canvases: dict[str, Canvas] = msgspec.field(default_factory=dict)  # by name: further sizes of its workflow
     # For nodes of users' classes, of the forms that the workflow declares; by its names.
     inputs: dict[str, ArrayRef] = msgspec.field(default_factory=dict)
+    # Approximate caching: latents after some steps, float32 [image tokens, latent width].
+    state: ArrayRef | None = None  # of an earlier request: where steps begin; `sampling` says how many follow
+    kept_states: dict[int, ArrayRef] = msgspec.field(default_factory=dict)  # steps done -> memory for its own
     # Memory for results.
     outputs: dict[str, Artefact]  # by the name that the workflow gives them
     previews: tuple[Artefact, ...] = ()  # one per partial image

@@ -5,8 +5,10 @@ from core.scheduling.ops.control_encode import CONTROL_ENCODE
 from core.scheduling.ops.controlnet import CONTROLNET
 from core.scheduling.ops.decode import DECODE
 from core.scheduling.ops.denoise import DENOISE
+from core.scheduling.ops.embed import EMBED
 from core.scheduling.ops.image_encode import IMAGE_ENCODE
 from core.scheduling.ops.prime import PRIME
+from core.scheduling.ops.recall import RECALL
 from core.scheduling.ops.run import RUN
 from core.scheduling.ops.segment import SEGMENT
 from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
@@ -16,7 +18,9 @@ from core.scheduling.ops.upscale import UPSCALE
 BUILT_IN = (
     SEGMENT,
     TEXT_ENCODE,
+    EMBED,
     IMAGE_ENCODE,
+    RECALL,
     CONTROL_ENCODE,
     CONTROLNET,
     DENOISE,

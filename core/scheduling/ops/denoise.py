@@ -36,6 +36,7 @@ class Denoise(Message, OpWork, frozen=True, omit_defaults=True):
     true_cfg_scale: float = 1.0  # scale of classifier-free guidance, with a negative prompt or class
     class_label: int | None = None  # class of the picture, without text encoder; guidance adds a row of any class
     patches: PatchSet = ()
+    kept_state: ArrayRef | None = None  # memory for a copy of the new latents, float32 [image tokens, latent width]
     reference_sizes: tuple[tuple[int, int], ...] = ()  # (width, height) of the picture's references, in px
     is_steered: bool = False  # `residuals` has something for its blocks
     # Mask-aware steps: where inactive tokens come from, the template's pages or the request's own.
@@ -79,6 +80,7 @@ def step_of(request: Request, node: Node, pages: NodePages, *, is_masked: bool) 
         content_id=spec.content_id,
         cache_salt=spec.cache_salt,
         patches=request.patches_of(node),
+        kept_state=spec.kept_states.get(step + 1),
         reference_sizes=spec.reference_sizes,
         is_steered=not node.role and spec.is_steered(step, progress.rounds[node.region]),
     )

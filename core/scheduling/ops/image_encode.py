@@ -47,6 +47,7 @@ class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
     num_controls: int = 0  # control pictures
     noise_first: bool = False  # the seed draws the noise before what the VAE samples of the template
     starts_over: bool = False  # at full strength, too, the noise is over the latents or the picture, if it has any
+    is_recalled: bool = False  # the steps begin with a kept state: no latents are made
 
 
 def _size(sizes: Sizes) -> Work:
@@ -80,6 +81,7 @@ def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
         num_controls=0 if node.role else len(spec.controls),
         noise_first=bool(node.literals.get("noise_first", False)),
         starts_over=bool(node.literals.get("starts_over", False)),
+        is_recalled=spec.state is not None,
     )
 
 

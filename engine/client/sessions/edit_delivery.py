@@ -118,7 +118,7 @@ class EditDelivery:
             prompt_truncated=output.prompt_truncated,
             unmasked=prepared.unmasked,
             num_inference_steps=known.num_denoising_steps,
-            steps_computed=known.num_steps_computed,
+            steps_computed=known.num_steps_computed - (image.recalled.steps_skipped if image.recalled else 0),
             guidance_scale=known.sampling.guidance_scale if known.model.has_guidance else None,
             true_cfg_scale=known.sampling.true_cfg_scale if known.model.has_true_cfg else None,
             shift=known.sampling.shift,
@@ -138,6 +138,7 @@ class EditDelivery:
             found=self._found(image, output, composed),
             crop=prepared.crop,
             colour_lost=composed.colour_lost,
+            recalled=image.recalled,
             ms={
                 "queue": ms["queue"],
                 "preprocess": (image.request.arrival - self._caller.arrival) * 1e3,

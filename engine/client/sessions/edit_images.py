@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 from core.messages.engine import EngineRequest, Finished, PartialImage
+from engine.client.recall.recalled import Recalled
 from engine.router.engine_client import RequestOutput
 from engine.router.router import Router
 
@@ -23,6 +24,7 @@ class EditImage:
     is_done: bool = False  # its terminal output was received
     ended: float | None = None  # when it was received, seconds of CLOCK_MONOTONIC; None unless it was Finished
     was_retried: bool = False  # it was sent again after an engine's death
+    recalled: Recalled | None = None  # what approximate caching did for it; None: it was not asked for
 
 
 class EditImages:

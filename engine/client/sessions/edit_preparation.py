@@ -16,6 +16,10 @@ from core.model_choice import ModelChoice
 from core.model_info import ModelInfo
 from core.routing.request_shape import RequestShape, encodings_of, loops_of, steered_of
 from engine.client.edit_types import EditInput
+from engine.client.recall.edit_recall import EditRecall
+from engine.client.recall.prompt_embedding import EMBEDDING_BYTES
+from engine.client.recall.recalled import Recalled
+from engine.client.resolve.approximate import can_recall, levels_of, wants_caching
 from engine.client.resolve.chosen_controls import chosen_controls
 from engine.client.resolve.chosen_workflow import chosen_workflow, rounds_of
 from engine.client.resolve.class_label import chosen_class
@@ -67,6 +71,7 @@ class EditPreparation:
         fixed = services.served.workflows[model.workflow] if model.workflow else None
         self._sampling = resolve(edit.sampling, model, services.config.step_schedule, fixed)
         self._workflow = self._chosen_workflow()
+        self._wants_caching = wants_caching(edit.sampling, model, self._workflow, services.config)
         _check_partial_images(edit, self._workflow)
         self._values = ClassValues(self._workflow, memory)
         self._files = ClassFiles(services, self._workflow, memory, caller)
@@ -217,7 +222,16 @@ class EditPreparation:
         call, context = self._caller.edit_id, self._span.traceparent
         request = requests.make(index, f"{call}-{index}", arrival=self._ready_at, call_id=call, trace_context=context)
         assert request.picture.sampling.seed is not None
-        return EditImage(index, request.picture.sampling.seed, request)
+        recalled = Recalled() if self._wants_caching else None
+        return EditImage(index, request.picture.sampling.seed, request, recalled=recalled)
+
+    def make_recall(self, prepared: PreparedEdit) -> EditRecall | None:
+        """What approximate caching does for the edit; None: nothing. Raises OverloadedError."""
+        services = self._services
+        levels = levels_of(self._model, services.config)
+        if not self._wants_caching or not can_recall(prepared, levels, services.served.workflows):
+            return None
+        return EditRecall(services, prepared, levels, self._memory.alloc(EMBEDDING_BYTES))
 
 
 def _check_partial_images(edit: EditInput, workflow: Workflow) -> None:

@@ -29,6 +29,7 @@ from core.model_choice import ModelChoice
 from core.routing.request_shape import RequestShape
 from engine.client.admission.admission_ticket import AdmissionTicket
 from engine.client.edit_types import EditInput, ImageOutput
+from engine.client.recall.edit_recall import EditRecall
 from engine.client.services import Services
 from engine.client.sessions.cancel_scope import CancelScope
 from engine.client.sessions.edit_delivery import EditDelivery
@@ -57,6 +58,7 @@ class EditSession(Session):
         image, mask      one each               this process         image processors, to prepare and to paste back
         scratch          one                    an image processor   workers: template, mask, active tokens
         pixels, latents  one pair per image     a worker             image processors; another worker
+        embedding        one, if asked for      a worker             this process, see EditRecall
         out              one per output image   an image processor   the caller: the encoded file
     """
 
@@ -76,7 +78,8 @@ class EditSession(Session):
         self._ticket = AdmissionTicket(services.admission, self._caller, edit.sampling.timeout, self.num_images)
         self._in_preparation = CancelScope()  # by `displace`
         self._images = EditImages(services.router, self.done)
-        self._delivery: EditDelivery | None = None  # once it is prepared
+        self._recall: EditRecall | None = None  # once it is prepared; None: without approximate caching
+        self._delivery: EditDelivery | None = None  # likewise
         self._choice = choice
         self._not_loaded: StencilError | None = None  # why it cannot have its late adapters
         self._is_with_caller = False  # nothing is done for it before its caller asks for the next output
@@ -91,13 +94,20 @@ class EditSession(Session):
         async with self._deadline(), self._services.sessions.until_shutdown(), self._in_preparation:
             uploads = await self._preparation.store()
             prepared = await self._preparation.prepare(uploads)
+            images = self._preparation.make_images(prepared)
+            self._recall = self._preparation.make_recall(prepared)
+            if self._recall is not None:
+                await self._recall.embed(images[0].request)
         if self.displaced_for:
             raise self._displaced(self.displaced_for)
-        images = self._preparation.make_images(prepared)
+        if self._recall is not None:
+            for image in images:
+                self._recall.with_state(image)
         self._delivery = EditDelivery(
             self._services, self._results, self._caller, uploads, prepared, self._memory, self._span
         )
-        shape = RequestShape.of_request(images[0].request, self._model, self._services.served.workflows)
+        longest = max(images, key=lambda image: sum(image.request.rounds))
+        shape = RequestShape.of_request(longest.request, self._model, self._services.served.workflows)
         self._ticket.look_at_edit(shape, self._delivery.image_seconds)
         for image in images:
             image.request = msgspec.structs.replace(
@@ -181,6 +191,8 @@ class EditSession(Session):
             case Finished():
                 assert image.ended is not None
                 transit, start = image.ended - output.made, time.monotonic()
+                if self._recall is not None:
+                    self._recall.finished(image)
                 file = await delivery.finished(image, output)
                 self._ticket.note_delivered(transit + time.monotonic() - start)
                 if (is_met := self._ticket.is_met(image.ended)) is not None:
@@ -257,11 +269,15 @@ class EditSession(Session):
             (metrics.observe_failed if self.has_failed else metrics.observe_aborted)(self._model.name)
         if running:
             self._services.router.abort(running)
+        if self._recall is not None:
+            self._recall.give_up()
         if not self._images:
             self.done.set()
 
     async def close(self) -> None:
         """Wait for the last terminal output, then free the memory."""
         await self.done.wait()
+        if self._recall is not None:
+            await self._recall.close()
         await self._memory.release()
         self._services.images.forget(self._caller.edit_id)

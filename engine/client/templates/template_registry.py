@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from core.messages.engine import DropTemplate
+from engine.client.recall.kept_states import KeptStates
 from engine.client.resolve.served_models import ServedModels
 from engine.client.templates.template_store import Pages, RegisteredTemplate, TemplateStore
 from engine.router.router import Router
@@ -15,8 +16,9 @@ class TemplateRegistry:
     has claimed them.
     """
 
-    def __init__(self, store: TemplateStore, served: ServedModels, router: Router) -> None:
+    def __init__(self, store: TemplateStore, served: ServedModels, router: Router, states: KeptStates) -> None:
         self.store = store
+        self._states = states
         self._served = served
         self._router = router
         self._claims: Counter[Pages] = Counter()  # pages -> registrations in progress that claim them
@@ -41,12 +43,14 @@ class TemplateRegistry:
             del self._claims[pages]
 
     def drop_unwanted(self, pages: Pages) -> None:
-        """Have all engines drop pages that no template has and no registration claims. An empty content id belongs to
-        a template that was never prepared, and has no pages.
+        """Have all engines drop pages that no template has and no registration claims, and forget the states of their
+        picture's edits. An empty content id belongs to a template that was never prepared, and has no pages.
         """
         model, content_id, cache_salt = pages
-        has_pages = content_id and self._served.by_name[model].page_scheme is not None
-        if has_pages and pages not in self._claims and not self.store.holds_content(model, content_id, cache_salt):
+        if not content_id or pages in self._claims or self.store.holds_content(model, content_id, cache_salt):
+            return
+        self._states.drop(model, content_id, cache_salt)
+        if self._served.by_name[model].page_scheme is not None:
             self._router.drop(DropTemplate(model, content_id, cache_salt))
 
     def _drop_all(self, template: RegisteredTemplate) -> None:

@@ -36,6 +36,11 @@ EXACT_NOTES |= {
 }
 """Notes for clients on why an edit ran exact although exact execution was not requested."""
 
+NOT_RECALLED_NOTE = (
+    "approximate_caching had no effect: it is for pictures of enough steps, without a mask, control pictures, refiner "
+    "and second pass."
+)
+
 Parts = list[bytes | memoryview]
 
 
@@ -121,6 +126,7 @@ def stencil(call: ImagesCall, images: Sequence[ImageOutput]) -> dict[str, Any]:
         "mask_ratio": first.mask_ratio,
         "active_tokens": first.active_tokens,
         "image_tokens": first.image_tokens,
+        **_recalled(reports),
         **({} if first.found is None else {"mask": first.found}),
         "crop": first.crop,
         "cache": first.cache,
@@ -141,6 +147,14 @@ def _values(image: ImageOutput) -> dict[str, Any]:
     return {"values": shown_values(values)} if values else {}
 
 
+def _recalled(reports: Sequence[EditReport]) -> dict[str, Any]:
+    """What approximate caching did, if it was asked for; of several images for each."""
+    if reports[0].recalled is None:
+        return {}
+    shown = [report.recalled for report in reports]
+    return {"approximate_caching": shown[0] if len(shown) == 1 else shown}
+
+
 def _steps_without_lora(reports: Sequence[EditReport]) -> dict[str, Any]:
     """Of each image, if adapters were still loading when the request came."""
     steps = [report.steps_without_lora for report in reports]
@@ -157,6 +171,8 @@ def _notes(call: ImagesCall, report: EditReport) -> list[str]:
     notes, made, asked = _notes_on_tokens(call, report), report.partial_images, call.edit.partial_images
     if made < asked:
         notes.append(f"{made} of {asked} partial images: the run has no more steps before its last one.")
+    if report.recalled is not None and not report.recalled.can_recall:
+        notes.append(NOT_RECALLED_NOTE)
     if report.colour_lost:
         names = ", ".join(report.colour_lost)
         notes.append(f"What the image says of its colours ({names}) is not in the result, which may look different.")

@@ -18,7 +18,7 @@ KNOWN: Mapping[str, Field] = {
     for name in (
         *("prompt", "negative_prompt", "size", "seed", "num_inference_steps", "strength", "guidance_scale"),
         *("true_cfg_scale", "shift", "hires_scale", "hires_strength", "refiner_start", "max_sequence_length"),
-        "mask_aware",
+        *("mask_aware", "approximate_caching"),
         *OF_CONTROLS,
         *OF_MASKS,
     )

@@ -91,6 +91,12 @@ _COMMON = (
         "Which denoising steps are computed: full, or those of the model's calibration; default: the server's.",
         choices=get_args(StepScheduleName),
     ),
+    Field(
+        "approximate_caching",
+        "boolean",
+        "Begin in a state that an earlier picture of a similar prompt has kept, if there is one, else keep some; of "
+        "pictures without a mask. Default: the workflow's, else false.",
+    ),
     Field("guidance_scale", "number", "Guidance scale: distilled or classifier-free, by model.", 0, MAX_GUIDANCE),
     Field(
         "true_cfg_scale",

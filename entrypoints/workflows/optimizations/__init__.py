@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from core.graph.workflow import Workflow
+from entrypoints.workflows.optimizations.approximate_caching import ApproximateCaching
 from entrypoints.workflows.optimizations.asynchronous_adapters import AsynchronousAdapters
 from entrypoints.workflows.optimizations.optimization import Optimization
 
-OPTIMIZATIONS: tuple[type[Optimization], ...] = (AsynchronousAdapters,)
+OPTIMIZATIONS: tuple[type[Optimization], ...] = (AsynchronousAdapters, ApproximateCaching)
 """All that there are, in the order in which they are applied."""
 
-__all__ = ["OPTIMIZATIONS", "AsynchronousAdapters", "Optimization", "optimized"]
+__all__ = ["OPTIMIZATIONS", "ApproximateCaching", "AsynchronousAdapters", "Optimization", "optimized"]
 
 
 def optimized(graph: Workflow, asked: Collection[Optimization]) -> Workflow:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from core.failure import Failure
-from core.handles import TensorKey
+from core.handles import ArrayRef, TensorKey
 from core.messages.worker import Item, ItemResult
 from core.scheduling.ops.denoise import Denoise
 from model_executor.models.base import Family, Row, SamplingState
@@ -33,7 +33,7 @@ def denoise(context: WorkerContext, items: Sequence[Item]) -> list[ItemResult]:
     return [
         ItemResult(item.request_id, item.node, failure=step)
         if isinstance(step, Failure)
-        else _put_step(context, item, *next(outputs), is_last=step.is_last)
+        else _put_step(context, item, *next(outputs), step)
         for item, step in zip(items, read, strict=True)
     ]
 
@@ -49,17 +49,18 @@ def _step(context: WorkerContext, item: Item) -> _Step:
     work = item.work
     assert isinstance(work, Denoise)
     inputs = StepInputs(context, item, work)
-    return _Step(inputs.family, inputs.rows(), inputs.sample, work.true_cfg_scale, work.keep_clean, inputs.velocity)
+    facts = work.true_cfg_scale, work.keep_clean, inputs.velocity, work.kept_state
+    return _Step(inputs.family, inputs.rows(), inputs.sample, *facts)
 
 
-def _put_step(
-    context: WorkerContext, item: Item, named: Mapping[str, Tensor], state: State, *, is_last: bool
-) -> ItemResult:
+def _put_step(context: WorkerContext, item: Item, named: Mapping[str, Tensor], state: State, step: _Step) -> ItemResult:
     """Store what a step has made: latents and sampler state of the next version, and the clean prediction. The last
     step drops what is kept for all of them.
     """
+    if step.kept_state is not None:
+        context.shared(step.kept_state).copy_(named["latents"])
     tensors = context.put(item, named) + context.put_state(item, state)
-    for name in KEPT if is_last else ():
+    for name in KEPT if step.is_last else ():
         context.store.free(TensorKey(item.request_id, item.node, name))
     return ItemResult(item.request_id, item.node, tensors)
 
@@ -74,6 +75,7 @@ class _Step:
     scale: float  # of classifier-free guidance, for two rows
     keep_clean: bool  # whether to output the clean prediction too, for a preview
     velocity: Tensor | None  # of a request with its own pages, after its first step: the last one of every token
+    kept_state: ArrayRef | None  # memory for a copy of the latents after it; None: none is kept
 
     @property
     def is_last(self) -> bool:

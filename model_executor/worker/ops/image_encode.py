@@ -40,6 +40,7 @@ def encode_image(context: WorkerContext, items: Sequence[Item]) -> list[ItemResu
         num_controls=work.num_controls,
         noise_first=work.noise_first,
         starts_over=work.starts_over,
+        is_recalled=work.is_recalled,
     )
     image = context.models[item.model].encode_image(inputs)
     sigmas = _computed(image.sigmas, work)

@@ -6,12 +6,14 @@ import pytest
 
 import core.scheduling.ops  # noqa: F401  nodes name ops
 from core.errors import InvalidRequestError, WorkflowError
+from core.graph.catalog import with_registered
 from core.graph.check import check_workflow
 from core.graph.workflow import Workflow as Graph
+from core.graph.workflows.hires import HIRES
 from entrypoints.workflows import Workflow, steps
 from entrypoints.workflows.compiler import compile_workflow
 from entrypoints.workflows.families import VAE, Denoiser, LatentsGenerator, LoRA, TextEncoder, denoise
-from entrypoints.workflows.optimizations import AsynchronousAdapters
+from entrypoints.workflows.optimizations import ApproximateCaching, AsynchronousAdapters
 
 
 def written(*loras: LoRA) -> Workflow:
@@ -45,11 +47,27 @@ def test_asynchronous_adapters_change_nothing_but_when_steps_begin() -> None:
     assert after.loras == before.loras == {"hat": 1.0}
 
 
+def test_approximate_caching_looks_up_the_first_latents_of_requests_that_recall() -> None:
+    plain, optimized = written(), written()
+    optimized.optimize(ApproximateCaching())
+    before, after = graph_of(plain), graph_of(optimized)
+    assert (before.approximate_caching, after.approximate_caching) == (False, True)
+    assert after.nodes == before.nodes, "of other requests"
+    graphs = with_registered([after], ())
+    recalled = graphs["recalled_written"]
+    check_workflow(recalled)
+    (recall,) = [node for node in recalled.nodes if node.op == "recall"]
+    (steps,) = [node for node in recalled.nodes if node.op == "denoise"]
+    assert [edge.source for edge in steps.inputs if edge.name == "latents"] == [recall.name]
+
+
 def test_what_an_optimization_is_not_for_is_refused() -> None:
     workflow = written()
     workflow.optimize(AsynchronousAdapters(steps=4))
     with pytest.raises(WorkflowError, match="written, asynchronous adapters: its denoiser has none"):
         compile_workflow(workflow)
+    with pytest.raises(WorkflowError, match="hires, approximate caching: it needs one loop of steps"):
+        ApproximateCaching().rewrite(HIRES)
     with pytest.raises(WorkflowError, match="optimize: 4 is none; there are AsynchronousAdapters"):
         workflow.optimize(4)  # type: ignore[arg-type]
     for number in (0, 201):

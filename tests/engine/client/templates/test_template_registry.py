@@ -10,7 +10,9 @@ from core.config import EngineConfig
 from core.messages.engine import DropTemplate
 from core.model_info import ModelInfo
 from core.page_scheme import PageLayout, PageScheme
+from engine.client.recall.kept_states import KeptStates
 from engine.client.resolve.served_models import ServedModels
+from engine.client.sessions.client_arena import ClientArena
 from engine.client.templates.template_registry import TemplateRegistry
 from engine.client.templates.template_store import RegisteredTemplate, TemplateStore
 from engine.client.upload import KeptUpload
@@ -48,7 +50,8 @@ def make_registry(engines: Engines, *models: ModelInfo, budget: int = 20) -> Tem
     config = EngineConfig()
     served = ServedModels(config)
     served.set({model.name: model for model in models}, config)
-    return TemplateRegistry(TemplateStore(budget), served, engines)  # type: ignore[arg-type]
+    states = KeptStates(0, ClientArena(1))
+    return TemplateRegistry(TemplateStore(budget), served, engines, states)  # type: ignore[arg-type]
 
 
 def template(content_id: str = "c", views: tuple[str, ...] = (), model: str = "m") -> RegisteredTemplate:
