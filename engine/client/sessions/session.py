@@ -16,8 +16,8 @@ DisplacedFor = Literal["class", "owner"]
 class Session(ABC):
     """The interface that `RunningSessions` uses to count, displace, give up and close requests.
 
-    model, patches: that it uses, "" if users' classes compute it; an adapter's name is none of a model. workflow: of
-    classes alone that it runs, as engines call it; "" if a model computes it. owner: see EditInput. num_images: places
+    model, patches: that it uses, "" if users' classes compute it; an adapter's name is none of a model. workflow: that
+    it runs and that engines may be told to forget, as they call it; "" if there is none. owner: see EditInput. num_images: places
     that it takes in the queue. priority: its class, 0 = the default, lower = more urgent.
     is_idle_work: computed while there is no other work, given up at shutdown. arrival: seconds of CLOCK_MONOTONIC.
     """
