@@ -58,9 +58,12 @@ class RequestWorkflows:
         check_workflow(workflow)
         try:
             await self._services.router.add_workflow(LoadWorkflow.of(workflow, ()))
-        except EngineDeadError as error:
-            message = "The engines were restarted meanwhile; try again."
-            raise OverloadedError(message, retry_after=LEAST_RETRY_SECONDS) from error
+        except BaseException as error:
+            self._services.router.drop_workflow(workflow.name)
+            if isinstance(error, EngineDeadError):
+                message = "The engines were restarted meanwhile; try again."
+                raise OverloadedError(message, retry_after=LEAST_RETRY_SECONDS) from error
+            raise
         self._services.served.workflows[workflow.name] = workflow
 
     async def _forget_old(self) -> None:

@@ -30,6 +30,19 @@ def last_result(graph: Graph) -> tuple[Node, tuple[Node, ...]]:
     return decoders[last], tuple(left_out)
 
 
+def all_results(graph: Graph) -> dict[str, Node]:
+    """Node that saves or shows pictures -> the VAEDecode of a sampler's latents, or the LoadImage, that makes these.
+    Raises WorkflowError if no node does.
+    """
+    found = {node.id: node.links["images"].node for node in graph.of("SaveImage", "PreviewImage")}
+    if not found:
+        raise WorkflowError("no SaveImage or PreviewImage is in it, so it makes no picture", node="")
+    for made in found.values():
+        if made.kind == "VAEDecode":
+            _samplers(made)
+    return found
+
+
 def _samplers(decoder: Node) -> list[str]:
     found = Latents.at(decoder.links["samples"]).samplers
     if not found:

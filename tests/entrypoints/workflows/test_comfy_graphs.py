@@ -257,7 +257,7 @@ REFUSED: Mapping[str, tuple[Callable[[], GraphText], str]] = {
     "schedule of too many": (lambda: img2img(denoise=0.001), "input denoise: 3 steps are the last of 3000, and a sch"),
     "no steps": (lambda: img2img(denoise=0.0), "input denoise: no step is run"),
     "noise over nothing": (lambda: txt2img(denoise=0.5), "input denoise: it begins with an empty picture, so all"),
-    "batch": (lambda: with_input(txt2img(), "EmptyLatentImage", batch_size=2), "input batch_size: it is not from 1 to"),
+    "batch": (lambda: with_input(txt2img(), "EmptyLatentImage", batch_size=2), "input batch_size: requests say it, as n"),
     "enlarging": (
         lambda: with_input(hires(), "LatentUpscale", upscale_method="bislerp"),
         "input upscale_method: 'bislerp': latents are not enlarged so; there are bilinear, nearest-",
@@ -348,11 +348,11 @@ def test_the_scheduler_of_a_checkpoint_does_what_the_sampler_does(config: dict[s
 
 
 def test_text_never_becomes_code() -> None:
-    hostile = '"""\n\'\'\'\\\nraise SystemExit\n# \u2028 \x00 {__import__("os")}'
+    hostile = '"""\n\'\'\'\\\nraise SystemExit\n# \u2028 \x00 {__import__\\("os"\\)}'
     graph = with_input(txt2img(), "CLIPTextEncode", text=hostile)
     graph = with_input(graph, "CheckpointLoaderSimple", ckpt_name=hostile)
     renamed = json.loads(json.dumps(graph).replace('"9"', json.dumps('"""\\')))
-    assert workflow_of(renamed).defaults["prompt"] == hostile
+    assert workflow_of(renamed).defaults["prompt"] == hostile.replace("\\(", "(").replace("\\)", ")")
 
 
 def test_the_command_writes_a_file_or_says_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
