@@ -274,6 +274,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             field="allowed_hosts",
         ),
         Flag(
+            "--comfy-api",
+            ServeOptions,
+            "serve ComfyUI's API, too, for its API clients: POST /prompt, /history, /view, /upload/image, /queue, /ws",
+        ),
+        Flag(
             "--no-playground",
             ServeOptions,
             "serve the API only, without its pages",

@@ -313,7 +313,9 @@ def _read(
         if alpha.min() < 255:
             return _Upload(picture, alpha, own_mask=True, unmasked=False)
     if mask_kind == "own":
-        raise InvalidRequestError("Invalid 'mask': the picture has no transparency, so it selects nothing.", param="mask")
+        raise InvalidRequestError(
+            "Invalid 'mask': the picture has no transparency, so it selects nothing.", param="mask"
+        )
     everything = np.zeros((picture.image.height, picture.image.width), np.uint8)
     return _Upload(picture, everything, own_mask=True, unmasked=True)
 

@@ -4,13 +4,14 @@
                                                                   |
                                                                   +--> Sockets --> /ws
 
-A graph's pictures are what `--workflow graph.json` makes of it, with what the graph says; there are as many as its nodes
-decode and its batch_size says. Every path is also served below /api, as ComfyUI does.
+A graph's pictures are what `--workflow graph.json` makes of it, with what the graph says; there are as many as its
+nodes decode and its batch_size says. Every path is also served below /api, as ComfyUI does.
 
 What differs from ComfyUI:
 
-- Prompts are admitted as edits are: one that there is no place for is refused at once (503, retry-after). Several run at
-  the same time, in the engine's order; `number` and `front` change nothing. /queue says which ones a worker has begun.
+- Prompts are admitted as edits are: one that there is no place for is refused at once (503, retry-after). Several run
+  at the same time, in the engine's order; `number` and `front` change nothing. /queue says which ones a worker has
+  begun.
 - With API keys, callers see only their own history, uploads, pictures, queue and messages. All of these are in memory,
   and the oldest are forgotten (`Files`, `History`).
 - Nodes of one picture are executed together, so `progress` of a sampler comes at its end, or with previews, which

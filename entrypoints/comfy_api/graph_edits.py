@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from core.config import ModelConfig
 from core.errors import InvalidRequestError, WorkflowError
 from core.graph.workflow import Workflow
@@ -18,7 +16,7 @@ from engine.client.edit_types import EditInput
 from entrypoints.comfy_api.composed_workflow import composed_workflow
 from entrypoints.comfy_api.files import FileName, Files, StoredFile
 from entrypoints.openai.body.submission import Submission
-from entrypoints.openai.edit_request import build_call
+from entrypoints.openai.edit_request import Operation, build_call
 from entrypoints.openai.fields.default_fields import check_defaults, defaults_of
 from entrypoints.openai.fields.field import Value
 from entrypoints.workflows.comfy.composition import Composition
@@ -97,7 +95,7 @@ class GraphEdits:
         choice = self._choice(composition)
         submission, kind = self._submission(composition, owner)
         is_edit = composition.picture is not None
-        operation = "image_edit" if is_edit else "image_generation"
+        operation: Operation = "image_edit" if is_edit else "image_generation"
         made = build_call(operation, submission, choice, owner, defaults_of(edit.workflow)).edit
         steps = made.sampling.num_inference_steps or 1
         return choice, replace(

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Coroutine
 from itertools import count
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from core.errors import InvalidRequestError, StencilError
 from engine.client.async_engine import AsyncEngine
+from entrypoints.comfy_api.comfy_route import ComfyRoute
 from entrypoints.comfy_api.files import Files
 from entrypoints.comfy_api.graph_edits import GraphEdits, ReadGraph
 from entrypoints.comfy_api.history import History
@@ -36,48 +34,31 @@ from entrypoints.openai.guards.request_owners import RequestOwners
 MAX_SMALL_BYTES = 256 * 1024
 """Of a body without a graph."""
 
-ENDS = ("prompt", "queue", "history", "interrupt", "view", "upload", "object_info", "system_stats", "ws", "models")
-ENDS = (*ENDS, "embeddings", "features")
-"""How the paths of these routes begin, with and without /api before it."""
+FIRST = frozenset(
+    (
+        *("prompt", "queue", "history", "interrupt", "view", "upload", "object_info", "system_stats", "ws", "models"),
+        *("embeddings", "features"),
+    )
+)
+"""The first parts of these routes' paths, behind /api or not."""
 
 
 def is_comfy_path(path: str) -> bool:
     """Whether a path is one of these."""
-    return path.removeprefix("/api").split("/")[1:2] != [""] and path.removeprefix("/api").split("/")[1] in ENDS
+    return path.removeprefix("/api").lstrip("/").partition("/")[0] in FIRST
 
 
-class _Route(APIRoute):
-    """A route whose refusals are in ComfyUI's form."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def handle_or_refuse(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except StencilError as error:
-                return refusal(request, error)
-            except RequestValidationError as error:
-                first = error.errors()[0]
-                return refusal(request, InvalidRequestError(f"Invalid '{first['loc'][-1]}': {first['msg']}."))
-
-        return handle_or_refuse
-
-
-def comfy_router(
-    engine: AsyncEngine, places: UploadSlots, owners: RequestOwners, max_upload_bytes: int
-) -> APIRouter:
+def comfy_router(engine: AsyncEngine, places: UploadSlots, owners: RequestOwners, max_upload_bytes: int) -> APIRouter:
     """places: that bodies take while they are read. owners: are told of each edit. max_upload_bytes: per file."""
     files, history, sockets = Files(), History(), Sockets()
     jobs = Jobs(engine, files, history, sockets, owners.note)
-    uploads = upload_router(files, places, max_upload_bytes)
-    whole = APIRouter(route_class=_Route, include_in_schema=False)
+    whole = APIRouter(route_class=ComfyRoute, include_in_schema=False)
     for part in (
         _prompt_router(engine, jobs, GraphEdits(engine, files), places),
         _history_router(history),
         _queue_router(jobs),
         _facts_router(engine, files),
-        uploads,
+        upload_router(files, places, max_upload_bytes),
         socket_router(sockets, jobs, max_upload_bytes),
     ):
         for prefix in ("", "/api"):
@@ -86,7 +67,7 @@ def comfy_router(
 
 
 def _prompt_router(engine: AsyncEngine, jobs: Jobs, edits: GraphEdits, places: UploadSlots) -> APIRouter:
-    router, numbers = APIRouter(route_class=_Route), count()
+    router, numbers = APIRouter(route_class=ComfyRoute), count()
 
     @router.get("/prompt")
     async def queue_size(request: Request) -> Response:
@@ -117,7 +98,7 @@ def _prompt_router(engine: AsyncEngine, jobs: Jobs, edits: GraphEdits, places: U
 
 
 def _history_router(history: History) -> APIRouter:
-    router = APIRouter(route_class=_Route)
+    router = APIRouter(route_class=ComfyRoute)
 
     @router.get("/history")
     async def all_history(request: Request, max_items: int | None = None, offset: int = -1) -> Response:
@@ -142,7 +123,7 @@ def _history_router(history: History) -> APIRouter:
 
 
 def _queue_router(jobs: Jobs) -> APIRouter:
-    router = APIRouter(route_class=_Route)
+    router = APIRouter(route_class=ComfyRoute)
 
     @router.get("/queue")
     async def queue(request: Request) -> Response:
@@ -171,7 +152,7 @@ def _queue_router(jobs: Jobs) -> APIRouter:
 
 
 def _facts_router(engine: AsyncEngine, files: Files) -> APIRouter:
-    router = APIRouter(route_class=_Route)
+    router = APIRouter(route_class=ComfyRoute)
 
     def info_of(request: Request) -> dict[str, Any]:
         return object_info(engine.models, files.inputs(owner_of(request.scope)))
@@ -184,7 +165,8 @@ def _facts_router(engine: AsyncEngine, files: Files) -> APIRouter:
     @router.get("/object_info/{name}")
     async def object_info_of(request: Request, name: str) -> Response:
         """One of them; {} if there is none of this name."""
-        return _json({name: info for known, info in info_of(request).items() if known == name})
+        infos = info_of(request)
+        return _json({name: infos[name]} if name in infos else {})
 
     @router.get("/system_stats")
     async def system_stats() -> Response:

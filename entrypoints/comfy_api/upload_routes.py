@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
 from core.errors import InvalidImageError, InvalidRequestError
 from engine.client.upload import KeptUpload
+from entrypoints.comfy_api.comfy_route import ComfyRoute
 from entrypoints.comfy_api.files import FileName, Files, StoredFile, media_type
 from entrypoints.comfy_api.prompt import decode
 from entrypoints.openai.answer.errors import UnsupportedContentTypeError
@@ -34,7 +37,7 @@ class _Reference(msgspec.Struct):
 
 def upload_router(files: Files, places: UploadSlots, max_upload_bytes: int) -> APIRouter:
     """max_upload_bytes: per file."""
-    router = APIRouter()
+    router = APIRouter(route_class=ComfyRoute)
 
     @router.post("/upload/image")
     async def upload_image(request: Request) -> Response:
@@ -72,13 +75,17 @@ def upload_router(files: Files, places: UploadSlots, max_upload_bytes: int) -> A
 
     @router.get("/view")
     async def view(
-        request: Request, filename: str = "", subfolder: str = "", type: str = "output", channel: str = "rgba"
+        request: Request,
+        filename: str = "",
+        subfolder: str = "",
+        folder: Annotated[str, Query(alias="type")] = "output",
+        channel: str = "rgba",
     ) -> Response:
         """A file, as it was uploaded or made."""
         if channel != "rgba":
             raise InvalidRequestError("Invalid 'channel': files are served whole; leave it out.", param="channel")
         found = files.find(owner_of(request.scope), FileName.of_input(filename)) if " [" in filename else None
-        found = found or files.find(owner_of(request.scope), FileName.of(filename, subfolder, type))
+        found = found or files.find(owner_of(request.scope), FileName.of(filename, subfolder, folder))
         if found is None:
             raise HTTPException(404)
         shown = found.mask or found

@@ -14,8 +14,8 @@ class ServedModels:
     """Empty, with the command line's limits, until every engine is ready.
 
     by_name: name -> info, adapters included. engine: the engines' configuration. workflows: name -> workflow, of those
-    that engines run for models: those from the start, and those that requests bring. run_workflows: title -> workflow, of those that `AsyncEngine.run`
-    takes: those that users have registered, of their classes alone.
+    that engines run for models, from the start, or because a request has brought it. run_workflows: title -> workflow,
+    of those that `AsyncEngine.run` takes: those that users have registered, of their classes alone.
     """
 
     def __init__(self, engine: EngineConfig) -> None:

@@ -1,4 +1,4 @@
-"""RequestWorkflows: workflows for pictures that requests bring with them, which engines have while requests run them."""
+"""RequestWorkflows: workflows for pictures that requests bring with them, which engines have while these run."""
 
 from __future__ import annotations
 

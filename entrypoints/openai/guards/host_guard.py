@@ -28,12 +28,11 @@ class HostGuard:
         self._allowed = frozenset(allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-            foreign = next((host for host in hosts if not self._is_allowed(host)), None)
-            if foreign is not None:
-                await answer(scope, HostNotAllowedError(foreign, named_host(foreign)))(scope, receive, send)
-                return
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        foreign = next((host for host in hosts if not self._is_allowed(host)), None)
+        if foreign is not None:
+            await answer(scope, HostNotAllowedError(foreign, named_host(foreign)))(scope, receive, send)
+            return
         await self._app(scope, receive, send)
 
     def _is_allowed(self, host: str) -> bool:

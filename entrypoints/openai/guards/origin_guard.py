@@ -17,7 +17,8 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 class OriginGuard:
-    """Answers 403 to requests that may change something and whose `Origin` header names another host.
+    """Answers 403 to requests that may change something, or that open a websocket, and whose `Origin` header names
+    another host.
 
     Browsers let any page send a form to any host, also to a server on the user's own machine, and only hide the answer;
     but they send the page's origin along (https://fetch.spec.whatwg.org/#origin-header). Other clients send none.
@@ -29,7 +30,7 @@ class OriginGuard:
         self._allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] not in SAFE_METHODS:
+        if scope["type"] == "websocket" or scope["method"] not in SAFE_METHODS:  # pages can read foreign websockets
             headers = {
                 name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"origin", b"host")
             }

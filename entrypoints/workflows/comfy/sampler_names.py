@@ -42,8 +42,8 @@ def levels_of(schedule: str) -> str:
 
 
 def passed(schedule: str, step: int, total: int, family: str) -> float:
-    """The share of training time that has passed before a step of so many, of a schedule that is even in it. family: see
-    TIMESTEPS.
+    """The share of training time that has passed before a step of so many, of a schedule that is even in it. family:
+    see TIMESTEPS.
 
     `normal` goes from the highest noise level to the lowest, `sgm_uniform` leaves out the last of one step more,
     `simple` has every (1000 / total)-th timestep from the highest down, `ddim_uniform` from the lowest but one up. Of

@@ -31,8 +31,8 @@ def _close(found: list[str], start: int) -> None:
     that is not 1."""
     words, colon, weight = "".join(found[start + 1 :]).rpartition(":")
     if not colon or not _is_one(weight):
-        group = "".join(found[start:])
-        raise ValueError(f"{f'{group:.40})'!r} gives words a weight, and they have none here; write \\( for a parenthesis")
+        group = f"{''.join(found[start:]):.40})"
+        raise ValueError(f"{group!r} gives words a weight, and they have none here; write \\( for a parenthesis")
     found[start:] = words
 
 

@@ -257,7 +257,10 @@ REFUSED: Mapping[str, tuple[Callable[[], GraphText], str]] = {
     "schedule of too many": (lambda: img2img(denoise=0.001), "input denoise: 3 steps are the last of 3000, and a sch"),
     "no steps": (lambda: img2img(denoise=0.0), "input denoise: no step is run"),
     "noise over nothing": (lambda: txt2img(denoise=0.5), "input denoise: it begins with an empty picture, so all"),
-    "batch": (lambda: with_input(txt2img(), "EmptyLatentImage", batch_size=2), "input batch_size: requests say it, as n"),
+    "batch": (
+        lambda: with_input(txt2img(), "EmptyLatentImage", batch_size=2),
+        "input batch_size: requests say it, as n",
+    ),
     "enlarging": (
         lambda: with_input(hires(), "LatentUpscale", upscale_method="bislerp"),
         "input upscale_method: 'bislerp': latents are not enlarged so; there are bilinear, nearest-",
