@@ -55,11 +55,11 @@ class Submission:
 
     values: dict[str, Value] = field(default_factory=dict)  # field -> parsed value, in the order of arrival
     uploads: dict[str, StoredUpload] = field(default_factory=dict)  # image, mask, mask_image
-    references: dict[str, SpooledUpload] = field(default_factory=dict)  # image[1] .., reference_image[0] .., in order
+    references: dict[str, StoredUpload] = field(default_factory=dict)  # image[1] .., reference_image[0] .., in order
     controls: dict[str, StoredUpload] = field(default_factory=dict)  # control_image[0] .., in order
     ignored: list[str] = field(default_factory=list)  # unknown fields, in the order of arrival
     own: OwnFields | None = None  # of the workflow of users' classes that it names, or that its model has
-    own_pictures: dict[str, SpooledUpload] = field(default_factory=dict)  # input of that workflow -> its file
+    own_pictures: dict[str, StoredUpload] = field(default_factory=dict)  # input of that workflow -> its file
     own_tensors: dict[str, TensorFile] = field(default_factory=dict)  # input of that workflow -> its tensor
 
     @property
@@ -366,7 +366,7 @@ async def _read_json_pictures(request: Request, max_upload_bytes: int, form: _Fo
     limit = num_files * _base64_bytes(max_upload_bytes) + MAX_TEXT_BYTES
     submission = Submission()
 
-    async def take(into: dict[str, SpooledUpload], pictures: Mapping[str, str], most: int) -> None:
+    async def take(into: dict[str, StoredUpload], pictures: Mapping[str, str], most: int) -> None:
         """Decode the first pictures of a list; the others are empty."""
         for number, (name, text) in enumerate(pictures.items()):
             given_as = name.partition("[")[0]
