@@ -18,5 +18,4 @@ What differs from ComfyUI:
   `preview_method` of `extra_data` asks for: auto, latent2rgb or taesd.
 - An upload is stored as it came: /view ignores `preview`, and refuses a `channel` other than rgba.
 - /upload/mask keeps the mask beside the picture that it is for; it must have its size.
-- Of a batch, picture i has the noise of seed + i.
 """

@@ -13,7 +13,7 @@ from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import ImageOutput
 from engine.client.upload import KeptUpload
 from entrypoints.comfy_api.files import FileName, Files, Folder, StoredFile
-from entrypoints.comfy_api.graph_edits import GraphEdit, GraphEdits, at_fault
+from entrypoints.comfy_api.graph_edits import MOST_PREVIEWS, GraphEdit, GraphEdits, at_fault
 from entrypoints.comfy_api.history import History
 from entrypoints.comfy_api.job import Job
 from entrypoints.comfy_api.sockets import Sockets
@@ -184,7 +184,7 @@ class Jobs:
         self._sockets.send(job.owner, job.prompt.client_id, "progress", told)
 
     async def _tell_preview(self, job: Job, node: str, steps: int, index: int, content: KeptUpload) -> None:
-        self._tell_progress(job, node, min(steps - 1, index + 1), steps)
+        self._tell_progress(job, node, max(1, steps * (index + 1) // (MOST_PREVIEWS + 1)), steps)
         pieces = [piece async for piece in content.chunks()]
         message = b"".join([struct.pack(">II", PREVIEW_IMAGE, PNG), *pieces])
         self._sockets.send_preview(job.owner, job.prompt.client_id, message)

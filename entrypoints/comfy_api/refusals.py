@@ -10,12 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from core.errors import WorkflowError
+from entrypoints.comfy_api.files import FileName
 from entrypoints.openai.answer.errors import describe, log_internal
 from entrypoints.openai.guards.middleware import RECORD
 
 INVALID_PROMPT = "invalid_prompt"
 FAILED_VALIDATION = "prompt_outputs_failed_validation"
 WRONG_INPUT = "custom_validation_failed"
+NO_FILE = "file_not_found"
 
 
 def refusal(request: Request, error: BaseException, class_of: Callable[[str], str] = lambda _: "") -> Response:
@@ -28,6 +30,12 @@ def refusal(request: Request, error: BaseException, class_of: Callable[[str], st
     reply = describe(error)
     record.note_error(reply.code)
     return _json(reply.status, _body(reply.code or reply.type, reply.message), reply.headers)
+
+
+def no_file(request: Request, name: FileName) -> Response:
+    """The answer to a request for a file that is not there, or not any more."""
+    request.scope[RECORD].note_error(NO_FILE)
+    return _json(404, _body(NO_FILE, f"There is no file {name.name!r} in {name.folder}, or not any more."), {})
 
 
 def _of_graph(error: WorkflowError, class_type: str) -> dict[str, Any]:

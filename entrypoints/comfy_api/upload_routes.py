@@ -6,7 +6,6 @@ from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Query, Request
-from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
 from core.errors import InvalidImageError, InvalidRequestError
@@ -14,6 +13,7 @@ from engine.client.upload import KeptUpload
 from entrypoints.comfy_api.comfy_route import ComfyRoute
 from entrypoints.comfy_api.files import FileName, Files, StoredFile, media_type
 from entrypoints.comfy_api.prompt import decode
+from entrypoints.comfy_api.refusals import no_file
 from entrypoints.openai.answer.errors import UnsupportedContentTypeError
 from entrypoints.openai.body.chunks import read_chunks
 from entrypoints.openai.body.multipart import Part, read_multipart
@@ -84,10 +84,10 @@ def upload_router(files: Files, places: UploadSlots, max_upload_bytes: int) -> A
         """A file, as it was uploaded or made."""
         if channel != "rgba":
             raise InvalidRequestError("Invalid 'channel': files are served whole; leave it out.", param="channel")
-        found = files.find(owner_of(request.scope), FileName.of_input(filename)) if " [" in filename else None
-        found = found or files.find(owner_of(request.scope), FileName.of(filename, subfolder, folder))
+        name = FileName.of(filename, subfolder, folder)
+        found = files.find(owner_of(request.scope), name)
         if found is None:
-            raise HTTPException(404)
+            return no_file(request, name)
         shown = found.mask or found
         head = b"".join([piece async for piece in shown.chunks()][:1])[:12]
         headers = {

@@ -55,6 +55,8 @@ class EditRequests:
         common: dict[str, Any] = {
             **msgspec.structs.asdict(self._canvas(images)),
             "prompt": edit.edit.prompt,
+            "index": index,
+            "number": edit.sampling.n,
             "sampling": msgspec.structs.replace(edit.sampling, seed=edit.sampling.seed + index, n=1),
             "class_label": edit.class_label,
             "patches": edit.choice.patches,
