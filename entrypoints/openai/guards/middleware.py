@@ -24,6 +24,10 @@ RECORD = "stencil.record"
 OWNER = "stencil.owner"  # digest of the request's key; absent if no keys are required
 
 
+REQUESTS = ("http", "websocket")
+"""Types of the ASGI scopes that clients open."""
+
+
 class RequestContext:
     """The outermost middleware: gives each request its id and record, sets `x-request-id` and `openai-processing-ms`,
     and answers uncaught exceptions with 500.
@@ -35,6 +39,9 @@ class RequestContext:
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in REQUESTS:
+            await self._app(scope, receive, send)
+            return
         request_id = scope[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
         record = scope[RECORD] = RequestRecord(request_id, scope, self._metrics, self._tracer)
         with record.open():
@@ -88,7 +95,7 @@ class ApiKeyGuard:
         self._is_guarded = is_guarded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"]
+        path = scope["path"] if scope["type"] in REQUESTS else ""
         if self._is_guarded(path) or (path.startswith("/v1/") and not _is_for_admins(path)):
             owner = self._keys.owner_of(bearer_key(scope))
             if owner is None:

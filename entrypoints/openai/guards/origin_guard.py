@@ -30,7 +30,7 @@ class OriginGuard:
         self._allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket" or scope["method"] not in SAFE_METHODS:  # pages can read foreign websockets
+        if _may_change(scope):
             headers = {
                 name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"origin", b"host")
             }
@@ -42,6 +42,12 @@ class OriginGuard:
 
     def _is_allowed(self, origin: str, host: str) -> bool:
         return "*" in self._allowed or origin in self._allowed or is_same_host(origin, host)
+
+
+def _may_change(scope: Scope) -> bool:
+    """Whether a request may change something, or is for a websocket: pages can read those of other origins."""
+    is_unsafe = scope["type"] == "http" and scope["method"] not in SAFE_METHODS
+    return is_unsafe or scope["type"] == "websocket"
 
 
 def is_same_host(origin: str, host: str) -> bool:
