@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from core.errors import AbortedError, InvalidRequestError
@@ -73,16 +73,19 @@ class Jobs:
         """Prompts of an owner that are not over."""
         return sum(job.owner == owner for job in self._tasks)
 
-    def delete(self, jobs: Iterable[Job]) -> None:
+    async def delete(self, jobs: Sequence[Job]) -> None:
         """Take prompts that wait out of the queue."""
-        for job in jobs:
-            self._tasks[job].cancel()
+        tasks = [self._tasks[job] for job in jobs]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
-    def interrupt(self, jobs: Iterable[Job]) -> None:
-        """End prompts that run."""
+    async def interrupt(self, jobs: Sequence[Job]) -> None:
+        """End prompts that run; the history tells of them."""
         for job in jobs:
             job.is_interrupted = True
-            self._tasks[job].cancel()
+        await self.delete(jobs)
 
     # ---------------------------------------------------------------------------------- execution
 

@@ -136,7 +136,7 @@ def _queue_router(jobs: Jobs) -> APIRouter:
         """Take prompts that wait out of the queue: all of the caller's, or some."""
         told = await _deletion(request)
         _, waiting = jobs.of(owner_of(request.scope))
-        jobs.delete(job for job in waiting if told.clear or job.id in told.delete)
+        await jobs.delete([job for job in waiting if told.clear or job.id in told.delete])
         return Response()
 
     @router.post("/interrupt")
@@ -145,7 +145,7 @@ def _queue_router(jobs: Jobs) -> APIRouter:
         body = await read_text(request, MAX_SMALL_BYTES)
         told = decode(body, Interruption, "an object of JSON is wanted") if body.strip() else Interruption()
         running, _ = jobs.of(owner_of(request.scope))
-        jobs.interrupt(job for job in running if told.prompt_id in (None, "", job.id))
+        await jobs.interrupt([job for job in running if told.prompt_id in (None, "", job.id)])
         return Response()
 
     return router

@@ -131,7 +131,7 @@ async def test_the_end_of_the_server_is_told() -> None:
     clients = list[WebSocketClient]()
     async with echoing() as address:
         clients.append(await aside(lambda: WebSocketClient(address, "/v1/echo")))
-        ending = asyncio.create_task(aside(lambda: clients[0].frame()))
+        ending = asyncio.create_task(aside(clients[0].frame))
         await asyncio.sleep(0.05)
         closer = asyncio.create_task(_close_after(clients[0], ending))
     assert await closer == (CLOSE, struct.pack(">H", GOING_AWAY))

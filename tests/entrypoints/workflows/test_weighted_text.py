@@ -30,5 +30,5 @@ def test_words_have_no_weights(text: str, words: str | None) -> None:
     if words is not None:
         assert plain_text(text) == words
         return
-    with pytest.raises(ValueError, match="weight|embedding"):
+    with pytest.raises(ValueError, match=r"weight|embedding"):
         plain_text(text)

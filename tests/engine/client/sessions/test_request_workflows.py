@@ -78,17 +78,19 @@ async def settle() -> None:
 
 def of(number: int) -> Workflow:
     """Workflows of one name, all of which differ."""
-    nodes = tuple(replace(node, literals={"seed": number}) if node.op == "image_encode" else node for node in INPAINT.nodes)
+    nodes = tuple(
+        replace(node, literals={"seed": number}) if node.op == "image_encode" else node for node in INPAINT.nodes
+    )
     return replace(INPAINT, name="graph", nodes=nodes)
 
 
 async def test_equal_workflows_are_one(server: Server) -> None:
-    async with server.workflows.use(of(1)) as one, server.workflows.use(replace(of(1), defaults={"seed": 3})) as same:
-        async with server.workflows.use(of(2)) as other:
-            assert one == same != other
-            assert server.engines.names == [one, other]
-            assert server.served.workflows[one].nodes == of(1).nodes
-            assert server.served.workflows[one].title == "graph"
+    use, first = server.workflows.use, of(1)
+    async with use(first) as one, use(replace(first, defaults={"seed": 3})) as same, use(of(2)) as other:
+        assert one == same != other
+        assert server.engines.names == [one, other]
+        assert server.served.workflows[one].nodes == first.nodes
+        assert server.served.workflows[one].title == "graph"
 
 
 async def test_two_that_come_at_once_wait_for_one_load(server: Server) -> None:
