@@ -185,9 +185,16 @@ LAWS = {
     "engine.router": Law((*SHARED, "engine.router", "engine.engine_core", "engine.observability"), ENGINE),
     "engine.client": Law((*SHARED, *SEEN, "engine.images", "engine.router"), ENGINE),
     "entrypoints.playground": Law(("entrypoints.playground",), ENTRY),
+    "entrypoints.comfy_api": Law(
+        (*SHARED, *SEEN, "entrypoints", "entrypoints.comfy_api", *below("entrypoints.workflows"), *below(OPENAI)), ENTRY
+    ),
     "entrypoints.calibration": Law((*SHARED, *SEEN, "engine.images", "entrypoints", "entrypoints.calibration"), ENTRY),
     OPENAI: Law(
-        (*SHARED, *SEEN, "entrypoints", *below(OPENAI), "entrypoints.playground", "entrypoints.workflows"), ENTRY
+        (
+            *(*SHARED, *SEEN, "entrypoints", *below(OPENAI)),
+            *("entrypoints.comfy_api", "entrypoints.playground", "entrypoints.workflows"),
+        ),
+        ENTRY,
     ),
     f"{OPENAI}.fields": Law((*SHARED, *SEEN, "entrypoints", f"{OPENAI}.fields"), ENTRY),
     "entrypoints.workflows": Law(

@@ -131,14 +131,24 @@ def test_noise_is_over_the_picture_at_full_strength_too() -> None:
         ("sd", "simple", (0.3, 1.0), (0.5, 1.0)),
         ("sd3", "simple", (0.0, 0.5), (0.0, 0.75)),
         ("sd3", "simple", (0.0, 0.0), (0.0, 0.25)),
+        ("sd3", "sgm_uniform", (0.5, 1.0), (0.75, 1.0)),
+        ("sd3", "normal", (0.999, 1.0), None),
+        ("sd", "ddim_uniform", (0.0, 0.3), (0.0, 0.25)),
+        ("sd", "ddim_uniform", (0.0, 0.2), None),
+        ("sd", "ddim_uniform", (0.25, 0.5), (0.25, 0.5)),
     ],
 )
 def test_percents_are_of_training_time(
-    model: str, schedule: str, percent: tuple[float, float], share: tuple[float, float]
+    model: str, schedule: str, percent: tuple[float, float], share: tuple[float, float] | None
 ) -> None:
-    """Before the four steps of a normal schedule 0, 1/3, 2/3 and all of it have passed; of the others each time a
-    quarter, of a UNet's simple one slightly more.
+    """Before the four steps of a normal schedule 0, 1/3, 2/3 and all of it have passed; of simple and sgm_uniform ones
+    each time a quarter, of a UNet's simple one slightly more; before the first of ddim_uniform ones, a quarter. In flow
+    matching nothing goes down to 0, so that slightly less has passed. None: no step is steered.
     """
+    if share is None:
+        with pytest.raises(WorkflowError, match="no step of node 10 is in this part"):
+            workflow_of(steered(model, schedule, percent))
+        return
     defaults = workflow_of(steered(model, schedule, percent)).defaults
     assert (defaults.get("control_start", 0.0), defaults.get("control_end", 1.0)) == share
 
