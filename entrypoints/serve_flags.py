@@ -222,7 +222,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--api-key",
             None,
-            "a key that requests to /v1/* must send; may be repeated; visible to all users of the machine in ps, so "
+            "a key that requests to /v1/* must send, and those to the paths of --comfy-api; may be repeated; visible to "
+            "all users of the machine in ps, so "
             f"prefer --api-key-file; without either flag, {KEY_VARIABLE} or {KEYS_VARIABLE} (comma-separated) of the "
             "environment are used; without any key, the API is open",
             "KEY",
@@ -248,8 +249,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--rate-limit",
             ServeOptions,
-            "edits, generations and template registrations per minute for each key, or without keys for each client "
-            "address; more get 429; 0: no limit",
+            "edits, generations, prompts and template registrations per minute for each key, or without keys for each "
+            "client address; more get 429; 0: no limit",
             "N",
             bounds=(0, 1_000_000),
         ),
