@@ -412,7 +412,7 @@ def test_luminance_of_at_least_128_is_edited_and_alpha_means_nothing() -> None:
         assert np.array_equal(prepared.mask, (levels >= 128).astype(np.uint8))
 
 
-@pytest.mark.parametrize(("channel", "kind"), enumerate(("red", "green", "blue")))
+@pytest.mark.parametrize(("channel", "kind"), [(0, "red"), (1, "green"), (2, "blue")])
 def test_a_channel_of_at_least_128_is_edited(channel: int, kind: MaskKind) -> None:
     levels = np.arange(256, dtype=np.uint8).reshape(16, 16)
     mask = np.zeros((16, 16, 3), np.uint8)
