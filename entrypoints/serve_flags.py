@@ -222,8 +222,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--api-key",
             None,
-            "a key that requests to /v1/* must send, and those of --comfy-api; may be repeated; visible to all users of "
-            f"the machine in ps, so prefer --api-key-file; without either flag, {KEY_VARIABLE} or {KEYS_VARIABLE} "
+            "a key that requests to /v1/* must send, and those of --comfy-api; may be repeated; visible to all users "
+            f"of the machine in ps, so prefer --api-key-file; without either flag, {KEY_VARIABLE} or {KEYS_VARIABLE} "
             "(comma-separated) of the environment are used; without any key, the API is open",
             "KEY",
             repeats=True,
