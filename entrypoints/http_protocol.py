@@ -135,7 +135,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """
         key = accept_key(self.parser.get_method(), self.headers)
         is_large = len(self.headers) > MAX_HEADERS or self._head_bytes - len(rest) > MAX_HEAD_BYTES
-        if self.ws_protocol_class is None or key is None or is_large or not self._is_answered:
+        if self.ws_protocol_class is None or key is None or is_large or self._is_refused or not self._is_answered:
             return False
         self._end_wait()
         self.connections.discard(self)

@@ -75,6 +75,7 @@ class WebSocketProtocol(asyncio.Protocol):
         self._has_sent_close = False
         self._has_heard = True  # the client has said something since it was asked last
         self._has_ended = False  # the application knows that the client has gone
+        self._is_broken = False  # the client has broken the protocol; what it says further is ignored
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, transport: asyncio.Transport, url: bytes, headers: Headers, key: bytes, rest: bytes) -> None:
@@ -112,12 +113,13 @@ class WebSocketProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._has_heard = True
-        if self._has_ended:
+        if self._is_broken:
             return
         try:
             for frame in self._reader.feed(data):
                 self._take(frame)
         except FrameError as error:
+            self._is_broken = True
             self._close(error.code, str(error))
             self._end(error.code)
         if self._events.qsize() > MAX_WAITING:
@@ -125,15 +127,17 @@ class WebSocketProtocol(asyncio.Protocol):
 
     def _take(self, frame: Frame) -> None:
         match frame.opcode:
-            case Opcode.PING:
+            case Opcode.PING if self._writable.is_set():  # else the client reads no answers
                 self._write(frame_of(Opcode.PONG, frame.payload))
-            case Opcode.PONG:
+            case Opcode.PING | Opcode.PONG:
                 pass
             case Opcode.CLOSE:
                 code = frame.close_code
                 self._close(code)
                 self._end(code)
                 self._transport.close()
+            case _ if self._has_ended:
+                pass
             case Opcode.TEXT:
                 self._events.put_nowait({"type": "websocket.receive", "text": frame.text})
             case _:

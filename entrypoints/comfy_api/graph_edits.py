@@ -101,6 +101,7 @@ class GraphEdits:
         return choice, replace(
             made,
             prompt=str(composition.defaults.get("prompt", "")),
+            is_batch=True,
             mask_kind=kind,
             base64=False,
             partial_images=min(MOST_PREVIEWS, steps - 1) if shows_previews else 0,

@@ -12,7 +12,7 @@ from core.validation import shorten
 
 T = TypeVar("T")
 
-MAX_BODY_BYTES = 8 * 1024 * 1024
+MAX_BODY_BYTES = 4 * 1024 * 1024
 """Clients send the graph twice: as it is executed, and as their pages show it."""
 
 MAX_ID = 64

@@ -12,8 +12,10 @@ import msgspec
 MAX_SOCKETS = 1024
 MAX_SOCKETS_OF_OWNER = 128
 
-MAX_WAITING = 256
-"""Messages that wait for a client; one that reads more slowly is given up."""
+MAX_WAITING = 2048
+"""Messages that wait for a client, as many as a graph may have of nodes, and more; one that reads more slowly is given
+up.
+"""
 
 MAX_PREVIEWS = 8
 """Waiting messages from which on a client is sent no previews, which are large."""

@@ -11,13 +11,14 @@ from starlette.responses import Response, StreamingResponse
 from core.errors import InvalidImageError, InvalidRequestError
 from engine.client.upload import KeptUpload
 from entrypoints.comfy_api.comfy_route import ComfyRoute
-from entrypoints.comfy_api.files import FileName, Files, StoredFile, media_type
+from entrypoints.comfy_api.files import LIMITS, FileName, Files, StoredFile, media_type
 from entrypoints.comfy_api.prompt import decode
 from entrypoints.comfy_api.refusals import no_file
 from entrypoints.openai.answer.errors import UnsupportedContentTypeError
 from entrypoints.openai.body.chunks import read_chunks
 from entrypoints.openai.body.multipart import Part, read_multipart
 from entrypoints.openai.body.upload_slots import UploadSlots
+from entrypoints.openai.body.uploads import file_too_large
 from entrypoints.openai.guards.middleware import owner_of
 
 MULTIPART = "multipart/form-data"
@@ -63,6 +64,8 @@ def upload_router(files: Files, places: UploadSlots, max_upload_bytes: int) -> A
         if texts.get("overwrite") not in ("true", "1") and not await _is_kept(owner, wanted, file):
             wanted = files.free_name(owner, wanted)
         files.put(owner, wanted, file)
+        if files.find(owner, wanted) is None:
+            raise file_too_large("image", LIMITS.nbytes)
         shown = {"name": wanted.name, "subfolder": wanted.subfolder, "type": wanted.folder}
         return Response(msgspec.json.encode(shown), media_type="application/json")
 

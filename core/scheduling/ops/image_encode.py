@@ -61,8 +61,6 @@ def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
     sampling, canvas = spec.sampling.with_steps(region.steps), spec.canvas(node.canvas)
     paged = spec.num_paged_reference_tokens
     num_steps = sampling.steps_at(sampling.number(region.strength))
-    noise_first = bool(node.literals.get("noise_first", False))
-    index = spec.index if noise_first else 0  # of a request's pictures, which have one seed then
     assert sampling.seed is not None
     assert sampling.num_inference_steps is not None
     return ImageEncode(
@@ -70,7 +68,7 @@ def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
         mask=None if any(edge.input == "mask" for edge in node.inputs) else canvas.mask,
         width=canvas.width,
         height=canvas.height,
-        seed=int(node.literals.get("seed", sampling.seed - index)),
+        seed=int(node.literals.get("seed", sampling.seed)),
         num_inference_steps=sampling.num_inference_steps,
         num_denoising_steps=num_steps,
         computed_steps=sampling.computed_of_last(num_steps),
@@ -83,9 +81,9 @@ def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
         references=() if paged else spec.references,
         paged_reference_tokens=paged,
         num_controls=0 if node.role else len(spec.controls),
-        noise_first=noise_first,
-        index=index,
-        number=spec.number if noise_first else 1,
+        noise_first=bool(node.literals.get("noise_first", False)),
+        index=spec.index,
+        number=spec.number,
         starts_over=bool(node.literals.get("starts_over", False)),
     )
 

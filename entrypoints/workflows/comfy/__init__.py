@@ -10,8 +10,7 @@ one of: prompts, guidance and adapters of samplers, scales of an adapter, VAEs, 
 What differs from ComfyUI, held against its source (October 2025, a125cd84):
 
     what                      ComfyUI                                     here
-    noise, no picture         the first that the seed draws, on the CPU   the same; of all pictures of a request in
-                                                                          turn
+    noise, no picture         the first that the seed draws, on the CPU   the same; of a prompt's batch in turn
     noise over a picture      likewise                                    drawn after what the VAE samples, as
                                                                           diffusers' inpainting pipelines do
     latents of a picture      the mean of what the VAE predicts           a sample of it, as in diffusers

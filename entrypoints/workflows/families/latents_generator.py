@@ -40,8 +40,7 @@ class LatentsGenerator(FamilyModel):
     numbers, as the seed of a loop with `latents` may be. Of a strength that is a number, a step that it covers in part
     is run in every family. As with ComfyUI's samplers, the noise is over the picture or the latents at full strength,
     too, with `starts_over=True` (otherwise there is noise alone), and with `noise_first=True` it is the first that the
-    seed draws, for all pictures of a request in turn (otherwise what the VAE samples of the picture comes before, as in
-    diffusers' inpainting pipelines, and each picture has a seed of its own).
+    seed draws (otherwise what the VAE samples of the picture comes before, as in diffusers' inpainting pipelines).
     """
 
     op = "image_encode"
