@@ -35,9 +35,7 @@ class Job:
     @property
     def item(self) -> list[Any]:
         """As the queue and the history show it."""
-        prompt = self.prompt
-        extra: Any = prompt.extra_data
-        return [self.number, self.id, prompt.prompt, extra, list(self.read.saved)]
+        return [self.number, self.id, self.prompt.prompt, self.prompt.extra, list(self.read.saved)]
 
     def note(self, event: str, **data: Any) -> dict[str, Any]:
         """Note a message that tells of the execution; the message."""

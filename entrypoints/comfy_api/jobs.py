@@ -23,6 +23,7 @@ PREVIEW_IMAGE, PNG = 1, 2
 """Kinds of a binary message, and of the picture in it."""
 
 _FOLDERS: dict[str, Folder] = {"SaveImage": "output", "PreviewImage": "temp"}
+"""Class of nodes that keep pictures -> where. Those of SaveImageWebsocket send them instead."""
 
 
 class Jobs:
@@ -101,7 +102,7 @@ class Jobs:
                 for edit, outputs in making:
                     node = edit.composition.passes[-1].node.id
                     await self._make(job, edit, outputs)
-            self._show_loaded(job)
+            await self._show_loaded(job)
         except asyncio.CancelledError:
             if admitted.done() and job.is_interrupted:
                 kind = job.read.nodes[node].kind
@@ -144,18 +145,23 @@ class Jobs:
             if output.partial_index is None:
                 pictures[output.image_index] = StoredFile(content)
             else:
-                await self._tell_preview(job, last, passes[-1].steps, output.partial_index, content)
+                most, shown = passes[-1].steps, output.partial_index + 1
+                self._tell_progress(job, last, max(1, most * shown // (MOST_PREVIEWS + 1)), most)
+                await self._send_picture(job, content, is_preview=True)
         for each in passes:
             self._tell_progress(job, each.node.id, each.steps, each.steps)
         assert len(pictures) == composition.number, "a picture of each number is made"
         self._tell_executing(job, edit.decoder.id)
-        self._show(job, edit.decoder.id, [pictures[number] for number in sorted(pictures)])
+        await self._show(job, edit.decoder.id, [pictures[number] for number in sorted(pictures)])
 
-    def _show(self, job: Job, maker: str, pictures: list[StoredFile]) -> None:
-        """Save or show pictures by all nodes that read them. maker: the node that makes them."""
+    async def _show(self, job: Job, maker: str, pictures: list[StoredFile]) -> None:
+        """Save, show or send pictures by all nodes that read them. maker: the node that makes them."""
         for node in (job.read.nodes[id_] for id_, made in job.read.saved.items() if made.id == maker):
             self._tell_executing(job, node.id)
-            folder = _FOLDERS[node.kind]
+            if (folder := _FOLDERS.get(node.kind)) is None:
+                for picture in pictures:
+                    await self._send_picture(job, picture.content, is_preview=False)
+                continue
             prefix = str(node.values.get("filename_prefix", "ComfyUI")) if folder == "output" else "ComfyUI_temp"
             names = list[FileName]()
             for picture in pictures:
@@ -166,11 +172,11 @@ class Jobs:
             told = {"node": node.id, "display_node": node.id, "output": shown, "prompt_id": job.id}
             self._sockets.send(job.owner, job.prompt.client_id, "executed", told)
 
-    def _show_loaded(self, job: Job) -> None:
-        """Save or show the uploads that nodes read without any sampler."""
+    async def _show_loaded(self, job: Job) -> None:
+        """Save, show or send the uploads that nodes read without any sampler."""
         for id_ in dict.fromkeys(made.id for made in job.read.saved.values() if made.kind != "VAEDecode"):
             self._tell_executing(job, id_)
-            self._show(job, id_, [job.loaded[id_]])
+            await self._show(job, id_, [job.loaded[id_]])
 
     # ---------------------------------------------------------------------------------- messages
 
@@ -186,11 +192,10 @@ class Jobs:
         told = {"value": value, "max": most, "prompt_id": job.id, "node": node}
         self._sockets.send(job.owner, job.prompt.client_id, "progress", told)
 
-    async def _tell_preview(self, job: Job, node: str, steps: int, index: int, content: KeptUpload) -> None:
-        self._tell_progress(job, node, max(1, steps * (index + 1) // (MOST_PREVIEWS + 1)), steps)
+    async def _send_picture(self, job: Job, content: KeptUpload, *, is_preview: bool) -> None:
         pieces = [piece async for piece in content.chunks()]
         message = b"".join([struct.pack(">II", PREVIEW_IMAGE, PNG), *pieces])
-        self._sockets.send_preview(job.owner, job.prompt.client_id, message)
+        self._sockets.send_picture(job.owner, job.prompt.client_id, message, is_preview=is_preview)
 
     def _tell_status(self, owner: str) -> None:
         self._sockets.send_all(owner, "status", self.status(owner))

@@ -7,9 +7,7 @@ from typing import Any
 
 from core.model_info import ModelInfo
 from entrypoints.workflows.comfy.input_kind import Choice, Flag, InputKind, Integer, Link, Number, Text, Unread
-from entrypoints.workflows.comfy.node_class import NODE_CLASSES, NodeClass
-
-OUTPUT_NODES = ("SaveImage", "PreviewImage")
+from entrypoints.workflows.comfy.node_class import NODE_CLASSES, RESULTS, NodeClass
 
 
 def object_info(models: Mapping[str, ModelInfo], uploads: Sequence[str]) -> dict[str, Any]:
@@ -64,7 +62,7 @@ def _info(name: str, known: NodeClass, names: Mapping[str, list[str]]) -> dict[s
         "description": "",
         "python_module": "nodes",
         "category": "stencil",
-        "output_node": name in OUTPUT_NODES,
+        "output_node": name in RESULTS,
     }
 
 

@@ -50,12 +50,19 @@ class Prompt(msgspec.Struct, frozen=True):
         return bytes(self.prompt).decode()
 
     @property
+    def extra(self) -> dict[str, Any]:
+        """`extra_data` with the client's id, as ComfyUI shows it; what is no object is left out."""
+        try:
+            extra: dict[str, Any] = msgspec.json.decode(self.extra_data, type=dict[str, msgspec.Raw])
+        except (msgspec.MsgspecError, RecursionError):
+            extra = {}
+        return extra if self.client_id is None else {**extra, "client_id": self.client_id}
+
+    @property
     def shows_previews(self) -> bool:
         """Whether it asks for previews."""
-        try:
-            return msgspec.json.decode(self.extra_data, type=_Extra).preview_method in PREVIEW_METHODS
-        except (msgspec.MsgspecError, RecursionError):
-            return False
+        method = bytes(self.extra.get("preview_method", b"")).strip(b'"').decode()
+        return method in PREVIEW_METHODS
 
     def class_type(self, node: str) -> str:
         """What its graph says of which class a node is; "": nothing."""
@@ -63,10 +70,6 @@ class Prompt(msgspec.Struct, frozen=True):
             return msgspec.json.decode(self.prompt, type=dict[str, _Node])[node].class_type
         except (msgspec.MsgspecError, RecursionError, KeyError):
             return ""
-
-
-class _Extra(msgspec.Struct):
-    preview_method: Any = None
 
 
 class _Node(msgspec.Struct):

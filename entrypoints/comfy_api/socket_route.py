@@ -59,7 +59,7 @@ def socket_router(sockets: Sockets, jobs: Jobs, max_upload_bytes: int) -> APIRou
     async def _write(websocket: WebSocket, socket: Socket) -> None:
         """Send what waits, until the client is given up."""
         with suppress(WebSocketDisconnect, TimeoutError):
-            while (message := await socket.waiting.get()) is not None:
+            while (message := await socket.next()) is not None:
                 async with asyncio.timeout(STALL_SECONDS):
                     if isinstance(message, str):
                         await websocket.send_text(message)

@@ -12,35 +12,42 @@ import msgspec
 MAX_SOCKETS = 1024
 MAX_SOCKETS_OF_OWNER = 128
 
-MAX_WAITING = 2048
-"""Messages that wait for a client, as many as a graph may have of nodes, and more; one that reads more slowly is given
-up.
-"""
+MAX_WAITING_BYTES = 64 * 2**20
+"""Of messages that wait for a client; one that reads more slowly is given up."""
 
-MAX_PREVIEWS = 8
-"""Waiting messages from which on a client is sent no previews, which are large."""
+MAX_PREVIEW_BYTES = 8 * 2**20
+"""Of waiting messages from which on a client is sent no previews."""
 
 
 class Socket:
-    """One client that listens. `waiting` holds what it has not been sent: text, bytes, or None, with which it ends."""
+    """One client that listens. nbytes: of what it has not been sent yet."""
 
     def __init__(self) -> None:
-        self.waiting: asyncio.Queue[str | bytes | None] = asyncio.Queue(MAX_WAITING)
-        self.is_given_up = False
+        self.nbytes = 0
+        self._waiting: asyncio.Queue[str | bytes | None] = asyncio.Queue()  # None: it ends here
+        self._is_given_up = False
 
     def put(self, message: str | bytes) -> None:
         """Send a message as soon as those before it are sent."""
-        if self.waiting.full():
+        if self._is_given_up:
+            return
+        self.nbytes += len(message)
+        self._waiting.put_nowait(message)
+        if self.nbytes > MAX_WAITING_BYTES:
             self.end()
-        elif not self.is_given_up:
-            self.waiting.put_nowait(message)
 
     def end(self) -> None:
         """Send nothing more: close the connection."""
-        self.is_given_up = True
-        while not self.waiting.empty():
-            self.waiting.get_nowait()
-        self.waiting.put_nowait(None)
+        self._is_given_up = True
+        while not self._waiting.empty():
+            self._waiting.get_nowait()
+        self._waiting.put_nowait(None)
+
+    async def next(self) -> str | bytes | None:
+        """Wait for the next message to be sent; None: the connection closes."""
+        message = await self._waiting.get()
+        self.nbytes -= len(message or "")
+        return message
 
 
 class Sockets:
@@ -72,10 +79,10 @@ class Sockets:
         if client_id is not None and (socket := self._sockets.get((owner, client_id))) is not None:
             socket.put(message_of(event, data))
 
-    def send_preview(self, owner: str, client_id: str | None, content: bytes) -> None:
-        """Send a binary message to one client, if it listens, and keeps up."""
+    def send_picture(self, owner: str, client_id: str | None, content: bytes, *, is_preview: bool) -> None:
+        """Send a binary message to one client, if it listens, a preview only if it keeps up."""
         socket = None if client_id is None else self._sockets.get((owner, client_id))
-        if socket is not None and socket.waiting.qsize() < MAX_PREVIEWS:
+        if socket is not None and not (is_preview and socket.nbytes > MAX_PREVIEW_BYTES):
             socket.put(content)
 
     def send_all(self, owner: str, event: str, data: Mapping[str, Any]) -> None:

@@ -155,5 +155,9 @@ NODE_CLASSES: Mapping[str, NodeClass] = {
     ),
     "SaveImage": NodeClass({"images": _IMAGE, "filename_prefix": Text(4096)}, optional=("filename_prefix",)),
     "PreviewImage": NodeClass({"images": _IMAGE}),
+    "SaveImageWebsocket": NodeClass({"images": _IMAGE}),
 }
 """Name -> class. What a graph has beside these is refused."""
+
+RESULTS = ("SaveImage", "PreviewImage", "SaveImageWebsocket")
+"""Classes that save, show or send pictures."""

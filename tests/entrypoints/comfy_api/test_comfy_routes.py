@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import struct
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -30,6 +31,14 @@ from fake_engine import MODEL, FakeEngine
 from malformed_comfy_graphs import malformed
 
 from core.errors import InvalidImageError, OverloadedError, RunError
+from entrypoints.comfy_api import sockets as sockets_module
+from entrypoints.comfy_api.files import Files
+from entrypoints.comfy_api.graph_edits import ReadGraph
+from entrypoints.comfy_api.history import History
+from entrypoints.comfy_api.job import Job
+from entrypoints.comfy_api.jobs import Jobs
+from entrypoints.comfy_api.prompt import Prompt
+from entrypoints.comfy_api.sockets import Socket, Sockets
 from entrypoints.openai.app import ServerSettings, create_app
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -92,7 +101,7 @@ async def test_a_prompt_is_made_and_viewed() -> None:
         (node,) = entry["outputs"]
         (image,) = entry["outputs"][node]["images"]
         assert image == {"filename": "ComfyUI_00001_.png", "subfolder": "", "type": "output"}
-        assert entry["prompt"] == [0, id_, txt2img(), {"extra_pnginfo": {"x": 1}}, [node]]
+        assert entry["prompt"] == [0, id_, txt2img(), {"extra_pnginfo": {"x": 1}, "client_id": "me"}, [node]]
         assert (entry["status"]["status_str"], entry["status"]["completed"]) == ("success", True)
         assert [event for event, _ in entry["status"]["messages"]] == [
             "execution_start",
@@ -388,3 +397,57 @@ async def test_clients_find_what_they_look_for() -> None:
 async def test_without_the_flag_there_is_none_of_it(client: httpx.AsyncClient) -> None:
     for path in ("/prompt", "/api/prompt", "/queue", "/history", "/object_info"):
         assert (await client.get(path)).json()["error"]["code"] == "unknown_url"
+
+
+async def told_by(socket: Socket) -> list[str | bytes]:
+    """All messages up to the end of an execution."""
+    told = list[str | bytes]()
+    async with asyncio.timeout(10):
+        while not told or not isinstance(told[-1], str) or '"node":null' not in told[-1]:
+            message = await socket.next()
+            assert message is not None
+            told.append(message)
+    return told
+
+
+async def test_pictures_can_be_sent_instead_of_kept() -> None:
+    engine, sockets = engine_of(), Sockets()
+    files, history = Files(), History()
+    jobs = Jobs(engine, files, history, sockets, lambda *_: None)  # type: ignore[arg-type]
+    graph = txt2img()
+    graph["9"] = {"class_type": "SaveImageWebsocket", "inputs": {"images": ["8", 0]}}
+    prompt = Prompt.of(json.dumps({"prompt": graph, "client_id": "me"}))
+    with sockets.open("", "me") as socket, sockets.open("", "other") as other, sockets.open("two", "me") as foreign:
+        await jobs.admit(Job("", prompt, 0, ReadGraph.of(prompt.graph), {}))
+        told = await told_by(socket)
+        assert (other.nbytes > 0, foreign.nbytes) == (True, 0)  # all of an owner's are told how many prompts there are
+    place = next(place for place, message in enumerate(told) if isinstance(message, bytes))
+    assert told[place] == struct.pack(">II", 1, 2) + engine.payload
+    assert json.loads(told[place - 1])["data"]["node"] == "9"
+    events = [json.loads(message)["type"] for message in told if isinstance(message, str)]
+    assert [event for event in events if event != "status"] == [
+        *("execution_start", "execution_cached", "executing", "progress", "executing", "executing"),
+        *("execution_success", "executing"),
+    ]
+    assert history.of("")[prompt.prompt_id]
+    assert files.inputs("") == []
+
+
+async def test_a_client_that_does_not_keep_up_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets_module, "MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr(sockets_module, "MAX_PREVIEW_BYTES", 500)
+    sockets = Sockets()
+    with sockets.open("", "me") as socket:
+        sockets.send("", "me", "status", {"x": "y" * 600})
+        sockets.send_picture("", "me", b"preview", is_preview=True)
+        sockets.send_picture("", "me", b"picture", is_preview=False)
+        assert [len(await socket.next() or "") > 600, await socket.next()] == [True, b"picture"]
+        assert socket.nbytes == 0
+        sockets.send("", "me", "status", {"x": "y" * 1100})
+        sockets.send("", "me", "status", {"x": "y"})
+        assert await socket.next() is None
+    sockets.send("", "me", "status", {})
+    with sockets.open("", "me") as first, sockets.open("", "me") as second:
+        assert await first.next() is None
+        sockets.send("", "me", "status", {})
+        assert second.nbytes > 0
