@@ -14,6 +14,7 @@ What differs from ComfyUI:
   begun.
 - With API keys, callers see only their own history, uploads, pictures, queue and messages. All of these are in memory,
   and the oldest are forgotten (`Files`, `History`).
+- A refiner is the one of the model's catalog entry. A model whose entry names a workflow makes no pictures of graphs.
 - Nodes of one picture are executed together, so `progress` of a sampler comes at its end, or with previews, which
   `preview_method` of `extra_data` asks for: auto, latent2rgb or taesd.
 - An upload is stored as it came: /view ignores `preview`, and refuses a `channel` other than rgba.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -30,7 +29,7 @@ class History:
         """
         found = list(self._store.of(owner))
         begin = max(0, offset if offset >= 0 or most is None else len(found) - most)
-        return dict(islice(found, begin, None if most is None else begin + max(0, most)))
+        return dict(found[begin:] if most is None else found[begin : begin + max(0, most)])
 
     def find(self, owner: str, prompt_id: str) -> dict[str, msgspec.Raw]:
         """One prompt by its id; {}: the owner has none of this id."""

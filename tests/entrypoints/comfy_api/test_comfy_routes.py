@@ -451,3 +451,16 @@ async def test_a_client_that_does_not_keep_up_is_given_up(monkeypatch: pytest.Mo
         assert await first.next() is None
         sockets.send("", "me", "status", {})
         assert second.nbytes > 0
+
+
+async def test_a_large_graph_is_served_quickly_and_told_whole() -> None:
+    engine, graph = engine_of(), txt2img()
+    graph["6"]["inputs"]["batch_size"] = 2
+    for number in range(480):
+        graph[f"s{number}"] = {"class_type": "PreviewImage", "inputs": {"images": ["8", 0]}}
+    async with serving(engine) as client:
+        began = time.perf_counter()
+        entry = await history_of(client, await queue(client, graph))
+        assert time.perf_counter() - began < 5.0
+    assert len(entry["outputs"]) == 481
+    assert len(engine.edits) == 1

@@ -58,6 +58,8 @@ def test_a_history_is_shown_from_its_end_or_from_a_place() -> None:
     assert list(history.of("one", 2, 1)) == ["p1", "p2"]
     assert list(history.of("one", 10, 4)) == ["p4"]
     assert list(history.of("one", -1)) == []
+    assert list(history.of("one", 10**30)) == ["p0", "p1", "p2", "p3", "p4"]
+    assert list(history.of("one", 10**30, 10**30)) == []
     assert bytes(history.find("one", "p1")["p1"]) == b'{"number":1}'
     assert history.find("two", "p1") == {}
     history.remove("one", ["p1", "none"])
