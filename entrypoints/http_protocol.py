@@ -12,7 +12,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from entrypoints.openai.answer.errors import INVALID_REQUEST, ErrorReply
-from entrypoints.websocket_protocol import WebSocketProtocol, accept_key
+from entrypoints.websocket_protocol import WebSocketProtocol, is_offer
 
 MAX_HEAD_BYTES = 64 * 1024
 """Limit on a request line with its headers, and on trailers. Can be exceeded by what one socket read returns."""
@@ -55,7 +55,7 @@ class _Parser:
                     raise httptools.HttpParserError("this is no proxy") from None
                 if self._protocol.becomes_websocket(data[offer.args[0] :]):
                     return
-                data = self._protocol.head_without_offer() + data[offer.args[0] :]
+                data = self._protocol.head(without=b"upgrade") + data[offer.args[0] :]
                 self._begin()
 
     def __getattr__(self, name: str) -> Any:
@@ -123,25 +123,25 @@ class GuardedProtocol(HttpToolsProtocol):
         elif self._is_in_head and self._patience is None and self._is_answered:
             self._wait(HEAD_SECONDS)  # a second request on this connection
 
-    def head_without_offer(self) -> bytes:
-        """The request's head that was just parsed, without its `Upgrade` header."""
+    def head(self, *, without: bytes | None = None) -> bytes:
+        """The request's head that was just parsed. without: a header to leave out."""
         request_line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
-        headers = [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        headers = [b"%s: %s" % header for header in self.headers if header[0] != without]
         return b"\r\n".join([request_line, *headers, b"", b""])
 
     def becomes_websocket(self, rest: bytes) -> bool:
         """Hand the connection over, if the request that was just parsed asks for that, and none before it waits for its
         answer. rest: what has come behind its head.
         """
-        key = accept_key(self.parser.get_method(), self.headers)
-        is_large = len(self.headers) > MAX_HEADERS or self._head_bytes - len(rest) > MAX_HEAD_BYTES
-        if self.ws_protocol_class is None or key is None or is_large or self._is_refused or not self._is_answered:
+        if self.ws_protocol_class is None or self._is_refused or not self._is_answered:
+            return False
+        head = self.head()
+        if len(head) > MAX_HEAD_BYTES or not is_offer(head):
             return False
         self._end_wait()
         self.connections.discard(self)
         self._is_handed_over = True
-        protocol = WebSocketProtocol(self.config, self.server_state, self.app_state)
-        protocol.begin(self._socket, self.url, self.headers, key, rest)
+        WebSocketProtocol(self.config, self.server_state, self.app_state).begin(self._socket, head, rest)
         return True
 
     def on_headers_complete(self) -> None:

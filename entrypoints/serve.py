@@ -53,7 +53,7 @@ from entrypoints.openai.fields.default_fields import check_defaults
 from entrypoints.openai.fields.own_fields import check_inputs
 from entrypoints.run_until import run_until
 from entrypoints.serve_options import ServeOptions
-from entrypoints.websocket_protocol import WebSocketProtocol
+from entrypoints.websocket_protocol import MAX_MESSAGE_BYTES, PING_SECONDS, WebSocketProtocol
 from entrypoints.workflows.comfy.graph_file import GraphFile, is_graph
 from entrypoints.workflows.comfy.served_graph import with_graphs
 from entrypoints.workflows.workflow_files import read_workflows
@@ -201,6 +201,10 @@ def http_server(app: FastAPI, *, has_websockets: bool = False) -> uvicorn.Server
             app,
             http=GuardedProtocol,
             ws=WebSocketProtocol if has_websockets else "none",
+            ws_max_size=MAX_MESSAGE_BYTES,
+            ws_ping_interval=PING_SECONDS,
+            ws_ping_timeout=PING_SECONDS,
+            ws_per_message_deflate=False,  # pictures are compressed already
             lifespan="off",
             access_log=False,
             log_config=None,

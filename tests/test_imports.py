@@ -99,7 +99,7 @@ SEEN_BY_DENOISERS = (GRAPHS, KERNELS, MODELS, PAGES, PATCHES)
 TORCH = frozenset({"diffusers", "huggingface_hub", "msgspec", "numpy", "safetensors", "torch", "transformers"})
 SMALL = frozenset({"msgspec", "numpy"})
 ENGINE = frozenset({"PIL", "msgspec", "numpy", "prometheus_client", "uvloop", "zmq"})
-ENTRY = ENGINE - {"zmq"} | {"fastapi", "httptools", "python_multipart", "starlette", "tqdm", "uvicorn"}
+ENTRY = ENGINE - {"zmq"} | {"fastapi", "httptools", "python_multipart", "starlette", "tqdm", "uvicorn", "websockets"}
 CLIENT = below("engine.client")
 SEEN = (*CLIENT, "engine.observability")
 """Modules of the engine that entrypoints may import."""

@@ -38,7 +38,7 @@ from hires_rig import start_from
 from pictures import Pixels, decode, encode
 from PIL import Image
 from server_process import ServerProcess, fork
-from websocket_client import WebSocketClient
+from websockets.sync.client import connect
 
 from core.errors import WorkflowError
 from entrypoints.serve import with_workflows
