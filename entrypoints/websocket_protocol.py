@@ -60,11 +60,14 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     async def send(self, message: ASGISendEvent) -> None:
-        """Raises ClientDisconnected, also if this side has closed the connection because of what the client did."""
+        """Returns when the client has read most of it. Raises ClientDisconnected, also if this side has closed the
+        connection because of what the client did.
+        """
         await self.writable.wait()
         if self.close_sent:
             raise ClientDisconnected
         await super().send(message)
+        await self.writable.wait()
         if message["type"] == "websocket.accept" and not self.transport.is_closing():
             self.transport.resume_reading()
             if self._early:

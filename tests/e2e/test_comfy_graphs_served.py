@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 from urllib.request import Request, urlopen
 
 import httpx
@@ -273,8 +273,7 @@ def prompted(server: ServerProcess, graph: GraphText, name: str = "") -> list[Pi
     for file, content in files.items():
         sent = {"image": (file, encode(content), "image/png")}
         assert httpx.post(f"{server.url}/upload/image", files=sent, data={"overwrite": "true"}).status_code == 200
-    url = urlsplit(server.url)
-    with WebSocketClient((str(url.hostname), int(url.port or 0)), "/ws?clientId=one") as client:
+    with connect(f"{server.url.replace('http', 'ws', 1)}/ws?clientId=one", proxy=None) as client:
         body = json.dumps({"prompt": graph, "client_id": "one"}).encode()
         with urlopen(Request(f"{server.url}/prompt", data=body)) as answer:
             prompt_id = json.loads(answer.read())["prompt_id"]

@@ -14,7 +14,7 @@ from fake_engine import FakeEngine
 from real_server import until
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.exceptions import InvalidStatus
 from websockets.frames import CloseCode, Frame, Opcode
 
 from entrypoints import serve, websocket_protocol
@@ -79,10 +79,8 @@ def masked(opcode: Opcode, payload: bytes, *, fin: bool = True) -> bytes:
 
 async def closed(client: ClientConnection) -> int:
     """The code with which the server closes the connection."""
-    with pytest.raises(ConnectionClosed):
-        async with asyncio.timeout(10):
-            while True:
-                await client.recv()
+    async with asyncio.timeout(10):
+        await client.wait_closed()
     return client.close_code or 0
 
 
@@ -113,6 +111,7 @@ async def test_messages_go_both_ways() -> None:
             CloseCode.MESSAGE_TOO_BIG,
         ),
     ],
+    ids=["no text", "no opcode", "too large", "too many frames"],
 )
 async def test_a_client_that_breaks_the_protocol_is_told_and_left(data: bytes, code: int) -> None:
     async with echoing() as echo, echo.connect() as client:
@@ -228,9 +227,9 @@ async def test_no_key_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     for name in ("uvicorn.error", "websockets.server"):
         caplog.set_level(logging.DEBUG, name)
-    async with echoing(api_keys=("key-of-mine",)) as echo:
-        async with echo.connect(additional_headers={"Authorization": "Bearer key-of-mine"}, logger=logging.Logger("")):
-            pass
+    options = {"additional_headers": {"Authorization": "Bearer key-of-mine"}, "logger": logging.Logger("client")}
+    async with echoing(api_keys=("key-of-mine",)) as echo, echo.connect(**options):
+        pass
     assert "key-of-mine" not in caplog.text
 
 
