@@ -52,7 +52,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     # Resolved: the scale and the negative prompt of classifier-free guidance in any model, both None without it.
     true_cfg_scale: float | None = None
     negative_prompt: str | None = None  # at most MAX_PROMPT_CHARACTERS
-    seed: int | None = None  # 0..MAX_SEED, for torch.Generator("cpu"); image i uses seed + i; None: drawn at random
+    # 0..MAX_SEED, for torch.Generator("cpu"); image i uses seed + i, unless they are a batch; None: drawn at random
+    seed: int | None = None
     n: int = 1  # images per request, 1..MAX_IMAGES
     strength: float = 1.0  # 0..1; resolved: rounded to steps, for models that do that in their own way
     max_sequence_length: int | None = None  # text tokens, from 1 to the model's own

@@ -1,5 +1,6 @@
 """Serves one HTTP connection: uvicorn's protocol with limits that it lacks, on the size of a request's head and on how
-long a client may take to send it. Errors have OpenAI's envelope. Offers to switch to another protocol are ignored.
+long a client may take to send it. Errors have OpenAI's envelope. Offers to switch to another protocol are ignored, but
+for WebSocket where the application has such routes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from entrypoints.openai.answer.errors import INVALID_REQUEST, ErrorReply
+from entrypoints.websocket_protocol import WebSocketProtocol, is_offer
 
 MAX_HEAD_BYTES = 64 * 1024
 """Limit on a request line with its headers, and on trailers. Can be exceeded by what one socket read returns."""
@@ -41,7 +43,9 @@ class _Parser:
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
 
     def feed_data(self, data: bytes) -> None:
-        """Parse `data`. At an upgrade offer, parse the head again without it. Raises httptools.HttpParserError."""
+        """Parse `data`. At an upgrade offer that is not taken, parse the head again without it. Raises
+        httptools.HttpParserError.
+        """
         while True:
             try:
                 self._parser.feed_data(data)
@@ -49,7 +53,9 @@ class _Parser:
             except httptools.HttpParserUpgrade as offer:
                 if self._parser.get_method() == b"CONNECT":
                     raise httptools.HttpParserError("this is no proxy") from None
-                data = self._protocol.head_without_offer() + data[offer.args[0] :]
+                if self._protocol.becomes_websocket(data[offer.args[0] :]):
+                    return
+                data = self._protocol.head(without=b"upgrade") + data[offer.args[0] :]
                 self._begin()
 
     def __getattr__(self, name: str) -> Any:
@@ -94,6 +100,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes = 0  # received since the last complete head or piece of a body
         self._patience: asyncio.TimerHandle | None = None
         self._is_refused = False  # the connection is closing; further input is ignored
+        self._is_handed_over = False  # another protocol has the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._socket = transport
@@ -109,18 +116,33 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._head_bytes += len(data)
         super().data_received(data)
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._is_handed_over:
             return
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
         elif self._is_in_head and self._patience is None and self._is_answered:
             self._wait(HEAD_SECONDS)  # a second request on this connection
 
-    def head_without_offer(self) -> bytes:
-        """The request's head that was just parsed, without its `Upgrade` header."""
+    def head(self, *, without: bytes | None = None) -> bytes:
+        """The request's head that was just parsed. without: a header to leave out."""
         request_line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
-        headers = [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        headers = [b"%s: %s" % header for header in self.headers if header[0] != without]
         return b"\r\n".join([request_line, *headers, b"", b""])
+
+    def becomes_websocket(self, rest: bytes) -> bool:
+        """Hand the connection over, if the request that was just parsed asks for that, and none before it waits for its
+        answer. rest: what has come behind its head.
+        """
+        if self.ws_protocol_class is None or self._is_refused or not self._is_answered:
+            return False
+        head = self.head()
+        if len(head) > MAX_HEAD_BYTES or not is_offer(head):
+            return False
+        self._end_wait()
+        self.connections.discard(self)
+        self._is_handed_over = True
+        WebSocketProtocol(self.config, self.server_state, self.app_state).begin(self._socket, head, rest)
+        return True
 
     def on_headers_complete(self) -> None:
         if self._is_refused or self.parser.should_upgrade():  # the head will be parsed again without the offer

@@ -53,6 +53,7 @@ from entrypoints.openai.fields.default_fields import check_defaults
 from entrypoints.openai.fields.own_fields import check_inputs
 from entrypoints.run_until import run_until
 from entrypoints.serve_options import ServeOptions
+from entrypoints.websocket_protocol import MAX_MESSAGE_BYTES, PING_SECONDS, WebSocketProtocol
 from entrypoints.workflows.comfy.graph_file import GraphFile, is_graph
 from entrypoints.workflows.comfy.served_graph import with_graphs
 from entrypoints.workflows.workflow_files import read_workflows
@@ -118,10 +119,11 @@ async def _serve(options: ServeOptions, listener: socket.socket, tracer: Tracer)
         runtime_lora=options.runtime_lora,
         admin_keys=options.admin_keys if options.runtime_workflows else (),
         playground=options.playground,
+        comfy_api=options.comfy_api,
         allowed_hosts=hosts_served(options, listener),
     )
     app = create_app(engine, settings, tracer)
-    server, signals = http_server(app), _Signals(asyncio.Event(), asyncio.Event())
+    server, signals = http_server(app, has_websockets=options.comfy_api), _Signals(asyncio.Event(), asyncio.Event())
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.on_signal)
     reloading = _follow_hangups(options, app, signals)
@@ -192,13 +194,17 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def http_server(app: FastAPI) -> uvicorn.Server:
-    """A server for `app`, to run on a socket from `bind`."""
+def http_server(app: FastAPI, *, has_websockets: bool = False) -> uvicorn.Server:
+    """A server for `app`, to run on a socket from `bind`. has_websockets: whether it has routes of such."""
     return _HttpServer(
         uvicorn.Config(
             app,
             http=GuardedProtocol,
-            ws="none",
+            ws=WebSocketProtocol if has_websockets else "none",
+            ws_max_size=MAX_MESSAGE_BYTES,
+            ws_ping_interval=PING_SECONDS,
+            ws_ping_timeout=PING_SECONDS,
+            ws_per_message_deflate=False,  # pictures are compressed already
             lifespan="off",
             access_log=False,
             log_config=None,

@@ -222,9 +222,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--api-key",
             None,
-            "a key that requests to /v1/* must send; may be repeated; visible to all users of the machine in ps, so "
-            f"prefer --api-key-file; without either flag, {KEY_VARIABLE} or {KEYS_VARIABLE} (comma-separated) of the "
-            "environment are used; without any key, the API is open",
+            "a key that requests to /v1/* must send, and those of --comfy-api; may be repeated; visible to all users "
+            f"of the machine in ps, so prefer --api-key-file; without either flag, {KEY_VARIABLE} or {KEYS_VARIABLE} "
+            "(comma-separated) of the environment are used; without any key, the API is open",
             "KEY",
             repeats=True,
             field="api_keys",
@@ -248,8 +248,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--rate-limit",
             ServeOptions,
-            "edits, generations and template registrations per minute for each key, or without keys for each client "
-            "address; more get 429; 0: no limit",
+            "edits, generations, prompts and template registrations per minute for each key, or without keys for each "
+            "client address; more get 429; 0: no limit",
             "N",
             bounds=(0, 1_000_000),
         ),
@@ -272,6 +272,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             convert=host,
             repeats=True,
             field="allowed_hosts",
+        ),
+        Flag(
+            "--comfy-api",
+            ServeOptions,
+            "serve ComfyUI's API, too, for its API clients: POST /prompt, /history, /view, /upload/image, /queue, /ws",
         ),
         Flag(
             "--no-playground",

@@ -29,6 +29,7 @@ class ServeOptions:
     admin_keys: tuple[str, ...] = field(default=(), repr=False)  # that were in it
     workflow_files: tuple[str, ...] = ()  # files and folders of workflows
     playground: bool = True  # whether to serve the playground's pages
+    comfy_api: bool = False  # whether to serve ComfyUI's API, too
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: LogFormat = "text"
     config: StencilConfig = field(default_factory=StencilConfig)

@@ -99,7 +99,7 @@ SEEN_BY_DENOISERS = (GRAPHS, KERNELS, MODELS, PAGES, PATCHES)
 TORCH = frozenset({"diffusers", "huggingface_hub", "msgspec", "numpy", "safetensors", "torch", "transformers"})
 SMALL = frozenset({"msgspec", "numpy"})
 ENGINE = frozenset({"PIL", "msgspec", "numpy", "prometheus_client", "uvloop", "zmq"})
-ENTRY = ENGINE - {"zmq"} | {"fastapi", "httptools", "python_multipart", "starlette", "tqdm", "uvicorn"}
+ENTRY = ENGINE - {"zmq"} | {"fastapi", "httptools", "python_multipart", "starlette", "tqdm", "uvicorn", "websockets"}
 CLIENT = below("engine.client")
 SEEN = (*CLIENT, "engine.observability")
 """Modules of the engine that entrypoints may import."""
@@ -185,9 +185,16 @@ LAWS = {
     "engine.router": Law((*SHARED, "engine.router", "engine.engine_core", "engine.observability"), ENGINE),
     "engine.client": Law((*SHARED, *SEEN, "engine.images", "engine.router"), ENGINE),
     "entrypoints.playground": Law(("entrypoints.playground",), ENTRY),
+    "entrypoints.comfy_api": Law(
+        (*SHARED, *SEEN, "entrypoints", "entrypoints.comfy_api", *below("entrypoints.workflows"), *below(OPENAI)), ENTRY
+    ),
     "entrypoints.calibration": Law((*SHARED, *SEEN, "engine.images", "entrypoints", "entrypoints.calibration"), ENTRY),
     OPENAI: Law(
-        (*SHARED, *SEEN, "entrypoints", *below(OPENAI), "entrypoints.playground", "entrypoints.workflows"), ENTRY
+        (
+            *(*SHARED, *SEEN, "entrypoints", *below(OPENAI)),
+            *("entrypoints.comfy_api", "entrypoints.playground", "entrypoints.workflows"),
+        ),
+        ENTRY,
     ),
     f"{OPENAI}.fields": Law((*SHARED, *SEEN, "entrypoints", f"{OPENAI}.fields"), ENTRY),
     "entrypoints.workflows": Law(

@@ -11,7 +11,11 @@ from core.handles import ArrayRef
 from core.messages.message import Message
 from core.reference_pictures import ReferencePictures
 
-MaskKind = Literal["alpha", "luminance"]  # alpha: transparent = edit (OpenAI's `mask`); luminance: >= 128 = edit
+MaskKind = Literal["alpha", "luminance", "red", "green", "blue", "own", "none"]
+"""What selects what to edit. Of a mask's file, alpha: transparency (OpenAI's `mask`); luminance, red, green, blue: such
+values of 128 and above. Without a file: the picture's own transparency, or if it has none, everything; own: a picture
+without transparency is refused; none: everything, whatever its transparency.
+"""
 OutputFormat = Literal["png", "webp", "jpeg"]
 Box = tuple[int, int, int, int]  # left, top, right, bottom; pixels
 

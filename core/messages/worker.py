@@ -147,7 +147,8 @@ class DropAdapter(Message, frozen=True):
 
 class LoadWorkflow(Message, frozen=True):
     """Take a workflow in use, and import its users' classes beside the plans. Answered with a WorkflowLoaded. The API
-    server sends it to EngineCores, and these to all their ranks, which need the classes alone.
+    server sends it to EngineCores, and these to all their ranks, which need the classes alone; one without classes, for
+    pictures, is not sent on.
     """
 
     request_id: str

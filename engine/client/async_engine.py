@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 
 import msgspec
 
@@ -37,6 +38,7 @@ from engine.client.run_input import RunInput
 from engine.client.run_values import RunValue
 from engine.client.services import Services
 from engine.client.sessions.edit_session import EditSession
+from engine.client.sessions.request_workflows import RequestWorkflows
 from engine.client.sessions.run_session import RunSession
 from engine.client.sessions.running_sessions import RunningSessions
 from engine.client.sessions.runtime_adapters import RuntimeAdapters
@@ -62,6 +64,7 @@ class AsyncEngine:
     _results: ResultTemplates
     _adapters: RuntimeAdapters
     _workflows: RuntimeWorkflows
+    _brought: RequestWorkflows
 
     def __init__(self, config: StencilConfig, metrics: Metrics | None = None) -> None:
         """Raises WorkflowError for a registered workflow that cannot run."""
@@ -85,6 +88,7 @@ class AsyncEngine:
         services = Services.create(self.config, self.metrics, self._served, self._sessions, self.templates)
         self.services, self._results, changing = services, ResultTemplates(services), asyncio.Lock()
         self._adapters, self._workflows = RuntimeAdapters(services, changing), RuntimeWorkflows(services, changing)
+        self._brought = RequestWorkflows(services)
         self.metrics.watch_queue(lambda: self.num_requests_running, lambda: self.num_requests_waiting)
         self.metrics.watch_image_processors(services.images, lambda: services.admission.drain_seconds)
         try:
@@ -172,6 +176,15 @@ class AsyncEngine:
         with services.sessions.track(session):
             await session.begin()
             yield session.outputs()
+
+    @asynccontextmanager
+    async def bring_workflow(self, choice: ModelChoice, workflow: Workflow) -> AsyncIterator[ModelChoice]:
+        """The choice with a workflow for pictures of the caller's own, which its edits run instead; they must begin
+        while the context is open. Raises WorkflowError for a workflow that cannot run, and OverloadedError.
+        """
+        self._check_up(choice.model.name)
+        async with self._brought.use(workflow) as name:
+            yield replace(choice, model=msgspec.structs.replace(choice.model, workflow=name))
 
     async def run(self, request_id: str, asked: RunInput) -> dict[str, RunValue]:
         """Run a registered workflow of users' classes; its results, by name. Cancelling it aborts it.
@@ -410,6 +423,12 @@ class AsyncEngine:
     def num_admitted(self) -> int:
         """Images that have a place in the queue."""
         return self._sessions.num_admitted
+
+    @property
+    def begun_edits(self) -> frozenset[str]:
+        """Ids of the edits of which a worker has begun an image, until their memory is freed."""
+        edits = (session for session in self._sessions if isinstance(session, EditSession))
+        return frozenset(edit.request_id for edit in edits if edit.has_begun)
 
     @property
     def num_requests_running(self) -> int:

@@ -29,6 +29,7 @@ class EditInput:
     prompt: str
     class_label: int | str | None = None  # for models with classes: a class, or its name; None: the prompt is its name
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    is_batch: bool = False  # its images have one seed, which draws their noise in turn, instead of one each
     # The picture: at most one of image and template_id; neither = an empty canvas.
     image: Upload | None = None
     template_id: str | None = None  # a registered template of `owner`

@@ -246,7 +246,10 @@ class EngineCore:
                 self._additions.load(message)
             case LoadWorkflow():  # its requests may come before the ranks have answered: they load its classes first
                 self._scheduler.add_workflow(message.workflow, message.classes, message.roles)
-                self._additions.load(message)
+                if message.classes:
+                    self._additions.load(message)
+                else:  # ranks have nothing to load for it
+                    self._answers.append(WorkflowAdded(message.request_id, message.workflow.name))
             case DropAdapter():
                 self._additions.drop(message)
             case DropWorkflow():

@@ -308,10 +308,14 @@ def _read(
     if mask is not None:
         keep = _read_mask(mask, mask_kind, picture, max_pixels)
         return _Upload(picture, keep, own_mask=False, unmasked=False)
-    if picture.image.mode == "RGBA":
+    if picture.image.mode == "RGBA" and mask_kind != "none":
         alpha = np.asarray(picture.image.getchannel("A"))
         if alpha.min() < 255:
             return _Upload(picture, alpha, own_mask=True, unmasked=False)
+    if mask_kind == "own":
+        raise InvalidRequestError(
+            "Invalid 'mask': the picture has no transparency, so it selects nothing.", param="mask"
+        )
     everything = np.zeros((picture.image.height, picture.image.width), np.uint8)
     return _Upload(picture, everything, own_mask=True, unmasked=True)
 
@@ -339,7 +343,7 @@ def _read_mask(data: Bytes, kind: MaskKind, picture: DecodedImage, max_pixels: i
         raise _bad_mask("mask image missing alpha channel; a black-and-white mask goes into 'mask_image'", field)
     if mask.size != picture.image.size:
         raise _bad_mask(_size_mismatch(mask.size, picture), field)
-    keep = np.asarray(mask.getchannel("A")) if kind == "alpha" else _keep_of_luminance(mask)
+    keep = np.asarray(mask.getchannel("A")) if kind == "alpha" else _keep_of_values(mask, kind)
     if keep.min() == 255:
         selecting = "transparent (alpha 0)" if kind == "alpha" else "white"
         raise InvalidRequestError(f"Invalid '{field}': it selects nothing; make what to edit {selecting}.", param=field)
@@ -354,9 +358,11 @@ def _size_mismatch(mask_size: Size, picture: DecodedImage) -> str:
     return reason
 
 
-def _keep_of_luminance(mask: Image.Image) -> Bytes:
-    # By way of RGB: transparency in a mask_image is ignored.
-    return np.where(np.asarray(mask.convert("RGB").convert("L")) >= 128, 0, 255).astype(np.uint8)
+def _keep_of_values(mask: Image.Image, kind: MaskKind) -> Bytes:
+    colours = mask.convert("RGB")  # transparency in a mask_image is ignored
+    channels = {"red": "R", "green": "G", "blue": "B"}
+    values = colours.getchannel(channels[kind]) if kind in channels else colours.convert("L")
+    return np.where(np.asarray(values) >= 128, 0, 255).astype(np.uint8)
 
 
 def _bad_mask(reason: str, field: str) -> InvalidImageError:

@@ -24,6 +24,7 @@ from engine.client.resolve.model_state import model_state
 from engine.client.templates.template_store import RegisteredTemplate
 from engine.observability.metrics import CONTENT_TYPE
 from engine.observability.tracing import NoTracer, Tracer
+from entrypoints.comfy_api.routes import comfy_router, is_comfy_path
 from entrypoints.openai.adapter_routes import adapter_router
 from entrypoints.openai.answer.edit_response import EditResponse, disconnected
 from entrypoints.openai.answer.engine_stats import engine_stats
@@ -40,13 +41,13 @@ from entrypoints.openai.fields.own_fields import OwnFields, OwnFieldsByModel
 from entrypoints.openai.guards.host_guard import HostGuard
 from entrypoints.openai.guards.key_ring import KeyRing
 from entrypoints.openai.guards.middleware import (
-    OWNER,
     RECORD,
     REQUEST_ID,
     ApiKeyGuard,
     RequestContext,
     answer,
     bearer_key,
+    owner_of,
 )
 from entrypoints.openai.guards.origin_guard import OriginGuard
 from entrypoints.openai.guards.rate_limit import RateLimit
@@ -90,6 +91,7 @@ class ServerSettings:
     admin_keys: tuple[str, ...] = field(default=(), repr=False)  # that register workflows; empty: nobody may
     playground: bool = False  # whether to serve its pages
     allowed_hosts: tuple[str, ...] = ()  # in `Host` headers, besides loopback; empty: any
+    comfy_api: bool = False  # whether to serve ComfyUI's API, too
 
 
 def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | None = None) -> FastAPI:
@@ -114,6 +116,8 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | N
     _add_operator_routes(app, engine, owners)
     if settings.playground:
         app.include_router(playground_router())
+    if settings.comfy_api:
+        app.include_router(comfy_router(engine, places, owners, settings.max_upload_bytes))
     app.add_exception_handler(StencilError, _on_stencil_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
@@ -121,7 +125,8 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | N
         app.add_middleware(RateLimit, limiter=RateLimiter(settings.rate_limit))
     if settings.api_keys:
         app.state.keys = KeyRing(settings.api_keys)  # entrypoints.key_reload replaces its keys
-        app.add_middleware(ApiKeyGuard, keys=app.state.keys)
+        guarded = is_comfy_path if settings.comfy_api else lambda _: False
+        app.add_middleware(ApiKeyGuard, keys=app.state.keys, is_guarded=guarded)
     else:
         app.add_middleware(OriginGuard, allowed=settings.allowed_origins)  # not with keys: foreign pages have none
     if settings.allowed_origins:
@@ -269,8 +274,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 def _owner(request: Request) -> str:
-    """The digest of the caller's key, which owns its templates; "" for all callers if no keys are required."""
-    return str(request.scope.get(OWNER, ""))
+    return owner_of(request.scope)
 
 
 def _add_model_routes(app: FastAPI, engine: AsyncEngine) -> None:

@@ -77,6 +77,8 @@ class ImageInputs:
     start: Tensor | None = None  # clean latents [image tokens, latent width]
     starts_over: bool = False  # at full strength, too, the noise is over `start` or the template
     noise_first: bool = False  # the seed draws the noise before what the VAE samples of the template
+    index: int = 0  # the noise is that of this picture, where the seed draws that of `number` in turn
+    number: int = 1
     is_exact: bool = True
     cache_salt: str | None = None
     references: Sequence[Tensor] = ()  # uint8 [height, width, 3] each; the sides are multiples of the token size

@@ -1,12 +1,17 @@
-"""ComfyUI graphs, served as models: what they paint for requests that say nothing is what diffusers composes."""
+"""ComfyUI graphs, served as models: what they paint for requests that say nothing is what diffusers composes. Prompts
+of ComfyUI's clients paint the same.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
+from urllib.request import Request, urlopen
 
 import httpx
 import numpy as np
@@ -33,6 +38,7 @@ from hires_rig import start_from
 from pictures import Pixels, decode, encode
 from PIL import Image
 from server_process import ServerProcess, fork
+from websockets.sync.client import connect
 
 from core.errors import WorkflowError
 from entrypoints.serve import with_workflows
@@ -44,7 +50,7 @@ from tools.random_unet_checkpoints import make_sd, make_sdxl, make_sdxl_refiner
 EDITED = (64, 96)
 PICTURE, MASK = picture(1, EDITED), box_mask(EDITED)
 LINES = lines(1, (SIDE, SIDE))
-FLAGS = ("--threads", "1", "--dtype", "float32", "--no-playground")
+FLAGS = ("--threads", "1", "--dtype", "float32", "--no-playground", "--comfy-api")
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +67,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_sd3(folder / "sd3")
     for name, graph in GRAPHS.items():
         (folder / f"{name}_graph.json").write_text(json.dumps(graph()))
-    entries = "".join(f'[[model]]\nname = "{name}"\npath = "{name}"\n' for name in ("inpaint", "sdxl", "refiner"))
-    entries += "".join(f'[[model]]\nname = "{name}"\npath = "{name}"\n' for name in ("flux", "sd3"))
+    names = ("inpaint", "sdxl", "refiner", "flux", "sd3")
+    entries = "".join(
+        f'[[model]]\nname = "{name}"\npath = "{name}"\n' + 'refiner = "refiner"\n' * (name == "sdxl") for name in names
+    )
     (folder / "models.toml").write_text(
         f"""
         [controlnets]
@@ -254,6 +262,71 @@ def test_a_graph_paints_what_diffusers_composes(server: ServerProcess, folder: P
     assert ours.shape == theirs.shape
     assert np.abs(ours.astype(int) - theirs)[inside].max() <= 2
     np.testing.assert_array_equal(ours[~inside], PICTURE[~inside] if has_mask else theirs[~inside])
+    np.testing.assert_array_equal(prompted(server, GRAPHS[name](), name)[-1], ours)
+
+
+def prompted(server: ServerProcess, graph: GraphText, name: str = "") -> list[Pixels]:
+    """What is painted of a graph as a client of ComfyUI asks for it, like the one in its script_examples that listens
+    on a websocket: the pictures of the node that is executed last. name: of the graph, by which it has its pictures.
+    """
+    files = {"person.png": transparent() if name == "masked" else PICTURE, "mask.png": MASK * 255, "lines.png": LINES}
+    for file, content in files.items():
+        sent = {"image": (file, encode(content), "image/png")}
+        assert httpx.post(f"{server.url}/upload/image", files=sent, data={"overwrite": "true"}).status_code == 200
+    with connect(f"{server.url.replace('http', 'ws', 1)}/ws?clientId=one", proxy=None) as client:
+        body = json.dumps({"prompt": graph, "client_id": "one"}).encode()
+        with urlopen(Request(f"{server.url}/prompt", data=body)) as answer:
+            prompt_id = json.loads(answer.read())["prompt_id"]
+        told = list[dict[str, Any]]()
+        while not told or (told[-1]["type"], told[-1]["data"].get("node", "")) != ("executing", None):
+            message = client.recv()
+            assert isinstance(message, str)
+            told.append(json.loads(message))
+    assert told[-1]["data"]["prompt_id"] == prompt_id
+    with urlopen(f"{server.url}/history/{prompt_id}") as answer:
+        entry = json.loads(answer.read())[prompt_id]
+    executed = [each["data"] for each in told if each["type"] == "executed"]
+    assert {each["node"]: each["output"] for each in executed} == entry["outputs"]
+    assert entry["status"]["completed"], entry["status"]
+    pictures = list[Pixels]()
+    for image in executed[-1]["output"]["images"]:
+        with urlopen(f"{server.url}/view?{urlencode(image)}") as answer:
+            pictures.append(decode(answer.read())[..., :3])
+    return pictures
+
+
+def test_a_batch_has_the_noise_that_one_seed_draws_in_turn(server: ServerProcess, folder: Path) -> None:
+    graph = txt2img()
+    next(node for node in graph.values() if node["class_type"] == "EmptyLatentImage")["inputs"]["batch_size"] = 3
+    ours = prompted(server, graph)
+    pipeline = load(StableDiffusionPipeline, folder / "sd")
+    theirs = pipeline(
+        **USUAL, **seeded(), width=SIDE, height=SIDE, num_inference_steps=4, num_images_per_prompt=3, output_type="np"
+    ).images
+    assert len(ours) == len(theirs) == 3
+    for mine, other in zip(ours, theirs, strict=True):
+        assert np.abs(mine.astype(int) - np.round(other * 255)).max() <= 2
+    assert np.abs(ours[0].astype(int) - ours[1]).max() > 20
+
+
+def test_every_result_of_a_graph_is_painted(server: ServerProcess) -> None:
+    """Of a graph with a picture between, that is the picture of the first sampler alone."""
+    between, last = hires_pictures = prompted_all(server, GRAPHS["hires"]())
+    assert [each.shape for each in hires_pictures] == [(SIDE, SIDE, 3), (2 * SIDE, 2 * SIDE, 3)]
+    np.testing.assert_array_equal(last, painted(server, "hires"))
+    assert between.std() > 0
+
+
+def prompted_all(server: ServerProcess, graph: GraphText) -> list[Pixels]:
+    """The first picture of each node that saves or shows some, in the order of the history."""
+    answer = httpx.post(f"{server.url}/api/prompt", json={"prompt": graph}).json()
+    deadline = time.monotonic() + 60
+    while not (found := httpx.get(f"{server.url}/api/history/{answer['prompt_id']}").json()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    outputs = found[answer["prompt_id"]]["outputs"].values()
+    images = [output["images"][0] for output in outputs]
+    return [decode(httpx.get(f"{server.url}/api/view", params=image).content)[..., :3] for image in images]
 
 
 def test_what_a_request_says_goes_before_what_the_graph_says(server: ServerProcess) -> None:

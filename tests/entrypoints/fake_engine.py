@@ -75,6 +75,9 @@ class FakeEngine:
         self.choice: ModelChoice | None = None  # of the last edit
         self.files: dict[str, bytes] = {}  # content of the last edit's uploads
         self.num_open = 0
+        self.open_ids: list[str] = []  # of edits
+        self.has_begun = True  # whether workers have begun those that are open
+        self.brought: list[Workflow] = []
         self.templates = TemplateStore(1000)
         self.sessions = RunningSessions()
         self.primed_for: PatchSet = ()  # of the last template
@@ -113,6 +116,15 @@ class FakeEngine:
     def choose_model(self, name: str = "", loras: Sequence[Lora] = (), steps_without_lora: int = 0) -> ModelChoice:
         return choose_model(self.models, name, loras)
 
+    @asynccontextmanager
+    async def bring_workflow(self, choice: ModelChoice, workflow: Workflow) -> AsyncIterator[ModelChoice]:
+        self.brought.append(workflow)
+        yield replace(choice, model=msgspec.structs.replace(choice.model, workflow=workflow.name))
+
+    @property
+    def begun_edits(self) -> frozenset[str]:
+        return frozenset(self.open_ids if self.has_begun else ())
+
     def workflow_of(self, model: ModelInfo) -> Workflow | None:
         return None
 
@@ -131,10 +143,12 @@ class FakeEngine:
                 self.files[name] = b"".join([chunk async for chunk in upload.chunks()])
                 assert len(self.files[name]) == upload.size
         self.num_open += 1
+        self.open_ids.append(request_id)
         try:
             yield self._outputs(edit)
         finally:
             self.num_open -= 1
+            self.open_ids.remove(request_id)
 
     async def prime_template(
         self, request_id: str, image: Upload, *, model: str = "", loras: Sequence[Lora] = (), owner: str = ""
@@ -199,7 +213,7 @@ class FakeEngine:
         return ImageOutput(
             image_index=index,
             partial_index=partial,
-            data=memoryview(base64.b64encode(self.payload)),
+            data=memoryview(base64.b64encode(self.payload) if edit.base64 else self.payload),
             width=48,
             height=32,
             seed=(edit.sampling.seed or 0) + index,

@@ -18,6 +18,8 @@ class PictureSpec(Canvas, frozen=True, kw_only=True):
 
     # The user's wishes.
     prompt: str
+    index: int = 0  # among the pictures whose noise its seed draws in turn
+    number: int = 1  # of these
     sampling: SamplingParams  # resolved, without a None that the model needs
     class_label: int | None = None  # instead of a prompt: the class to make a picture of, see `ModelInfo.num_classes`
     patches: PatchSet = ()  # adapters that change the model's layers

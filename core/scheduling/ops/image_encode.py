@@ -46,6 +46,9 @@ class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
     paged_reference_tokens: int = 0
     num_controls: int = 0  # control pictures
     noise_first: bool = False  # the seed draws the noise before what the VAE samples of the template
+    # The noise is that of this picture, where the seed draws that of so many in turn.
+    index: int = 0
+    number: int = 1
     starts_over: bool = False  # at full strength, too, the noise is over the latents or the picture, if it has any
     is_recalled: bool = False  # the steps begin with a kept state: no latents are made
 
@@ -80,6 +83,8 @@ def _make(request: Request, node: Node, pages: NodePages) -> ImageEncode:
         paged_reference_tokens=paged,
         num_controls=0 if node.role else len(spec.controls),
         noise_first=bool(node.literals.get("noise_first", False)),
+        index=spec.index,
+        number=spec.number,
         starts_over=bool(node.literals.get("starts_over", False)),
         is_recalled=spec.state is not None,
     )

@@ -26,7 +26,8 @@ class ServedModels:
 
     by_name: name -> info, adapters included. A workflow that was registered while the server runs, and makes a model's
     pictures, is a name here, too: its info is the model's, whose name it keeps, but for workflow and roles. engine: the
-    engines' configuration. workflows: name -> workflow, of those that engines run for models. run_workflows: title ->
+    engines' configuration. workflows: name -> workflow, of those that engines run for models, some
+    of which requests have brought. run_workflows: title ->
     workflow, of those that `AsyncEngine.run` takes: those that users have registered, of their classes alone.
     loading: adapters that are not in by_name yet.
     """

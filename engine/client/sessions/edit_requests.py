@@ -51,12 +51,16 @@ class EditRequests:
         )
 
     def _spec(self, index: int) -> Spec:
-        edit, images = self.prepared, self.prepared.prepared
+        edit, images, is_batch = self.prepared, self.prepared.prepared, self.prepared.edit.is_batch
         assert edit.sampling.seed is not None
         common: dict[str, Any] = {
             **msgspec.structs.asdict(self._canvas(images)),
             "prompt": edit.edit.prompt,
-            "sampling": msgspec.structs.replace(edit.sampling, seed=edit.sampling.seed + index, n=1),
+            "index": index if is_batch else 0,
+            "number": edit.sampling.n if is_batch else 1,
+            "sampling": msgspec.structs.replace(
+                edit.sampling, seed=edit.sampling.seed + (0 if is_batch else index), n=1
+            ),
             "class_label": edit.class_label,
             "patches": edit.choice.patches,
             "late": self._late,

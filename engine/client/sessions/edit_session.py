@@ -69,7 +69,9 @@ class EditSession(Session):
         super().__init__(choice, edit.owner, edit.sampling.n, edit.sampling.priority)
         self._services = services
         self._results = results
+        self.request_id = request_id
         self._model = choice.model
+        self.workflow = choice.model.workflow
         self._adapters = [lora.name for lora in choice.loras]
         self._span = current_span()
         self._caller = services.admission.caller(request_id, edit, self.arrival)
@@ -139,7 +141,12 @@ class EditSession(Session):
     @property
     def can_be_displaced(self) -> bool:
         """Whether no worker has begun any of its images."""
-        return not self.displaced_for and not self._images.has_begun
+        return not self.displaced_for and not self.has_begun
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a worker has begun any of its images."""
+        return self._images.has_begun
 
     def displace(self, reason: DisplacedFor) -> None:
         """Abort its requests, or its preparation, so that its caller gets the error as soon as possible."""

@@ -17,8 +17,8 @@ class Session(ABC):
     """The interface that `RunningSessions` uses to count, displace, give up and close requests.
 
     model, patches: that it uses, "" if users' classes compute it; an adapter's name is none of a model. workflow: that
-    was registered and that it runs, as engines call it; "": none. owner: see EditInput. num_images: places
-    that it takes in the queue. priority: its class, 0 = the default, lower = more urgent.
+    it runs and that engines may be told to forget, as they call it; "" if there is none. owner: see EditInput.
+    num_images: places that it takes in the queue. priority: its class, 0 = the default, lower = more urgent.
     is_idle_work: computed while there is no other work, given up at shutdown. arrival: seconds of CLOCK_MONOTONIC.
     """
 

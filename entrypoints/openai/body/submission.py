@@ -20,7 +20,7 @@ from entrypoints.openai.answer.errors import UnsupportedContentTypeError
 from entrypoints.openai.body.chunks import body_too_large, read_chunks
 from entrypoints.openai.body.json_body import LONG_STRING_BYTES, JsonBody
 from entrypoints.openai.body.multipart import Part, read_multipart
-from entrypoints.openai.body.uploads import SpooledUpload, decode_base64, pieces_of
+from entrypoints.openai.body.uploads import SpooledUpload, StoredUpload, decode_base64, pieces_of
 from entrypoints.openai.fields.field import Field, Value, decode_json
 from entrypoints.openai.fields.fields import EDIT_FIELDS, GENERATION_FIELDS, TEMPLATE_FIELDS
 from entrypoints.openai.fields.own_fields import MODEL_FIELD, NOTHING_OWN, OwnFields, OwnFieldsByModel
@@ -54,12 +54,12 @@ class Submission:
     """The content of one request body. `close` frees the uploads."""
 
     values: dict[str, Value] = field(default_factory=dict)  # field -> parsed value, in the order of arrival
-    uploads: dict[str, SpooledUpload] = field(default_factory=dict)  # image, mask, mask_image
-    references: dict[str, SpooledUpload] = field(default_factory=dict)  # image[1] .., reference_image[0] .., in order
-    controls: dict[str, SpooledUpload] = field(default_factory=dict)  # control_image[0] .., in order
+    uploads: dict[str, StoredUpload] = field(default_factory=dict)  # image, mask, mask_image
+    references: dict[str, StoredUpload] = field(default_factory=dict)  # image[1] .., reference_image[0] .., in order
+    controls: dict[str, StoredUpload] = field(default_factory=dict)  # control_image[0] .., in order
     ignored: list[str] = field(default_factory=list)  # unknown fields, in the order of arrival
     own: OwnFields | None = None  # of the workflow of users' classes that it names, or that its model has
-    own_pictures: dict[str, SpooledUpload] = field(default_factory=dict)  # input of that workflow -> its file
+    own_pictures: dict[str, StoredUpload] = field(default_factory=dict)  # input of that workflow -> its file
     own_tensors: dict[str, TensorFile] = field(default_factory=dict)  # input of that workflow -> its tensor
 
     @property
@@ -87,7 +87,7 @@ class Submission:
             upload.close()
 
     @property
-    def files(self) -> list[SpooledUpload]:
+    def files(self) -> list[StoredUpload]:
         """All uploads."""
         pictures = (self.uploads, self.references, self.controls, self.own_pictures)
         tensors = (cast(SpooledUpload, tensor.content) for tensor in self.own_tensors.values())
@@ -371,7 +371,7 @@ async def _read_json_pictures(request: Request, max_upload_bytes: int, form: _Fo
     limit = num_files * _base64_bytes(max_upload_bytes) + MAX_TEXT_BYTES
     submission = Submission()
 
-    async def take(into: dict[str, SpooledUpload], pictures: Mapping[str, str], most: int) -> None:
+    async def take(into: dict[str, StoredUpload], pictures: Mapping[str, str], most: int) -> None:
         """Decode the first pictures of a list; the others are empty."""
         for number, (name, text) in enumerate(pictures.items()):
             given_as = name.partition("[")[0]

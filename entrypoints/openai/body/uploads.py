@@ -13,9 +13,10 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from typing import IO
+from typing import IO, Protocol
 
 from core.errors import InvalidRequestError
+from engine.client.upload import Upload
 from entrypoints.openai.answer.errors import NoDiskError, RequestTooLargeError
 
 PIECE_BYTES = 256 * 1024
@@ -25,6 +26,13 @@ _WHITESPACE = b" \t\r\n"
 
 
 _log = logging.getLogger("stencil.api")
+
+
+class StoredUpload(Upload, Protocol):
+    """A file that is stored for a request."""
+
+    def close(self) -> None:
+        """Free what it alone takes."""
 
 
 class SpooledUpload:

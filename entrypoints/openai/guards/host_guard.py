@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from entrypoints.hosts import is_loopback, named_host
 from entrypoints.openai.answer.errors import HostNotAllowedError
-from entrypoints.openai.guards.middleware import answer
+from entrypoints.openai.guards.middleware import REQUESTS, answer
 
 
 class HostGuard:
@@ -28,7 +28,7 @@ class HostGuard:
         self._allowed = frozenset(allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
+        if scope["type"] in REQUESTS:
             hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
             foreign = next((host for host in hosts if not self._is_allowed(host)), None)
             if foreign is not None:

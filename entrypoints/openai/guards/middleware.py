@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
@@ -24,6 +24,10 @@ RECORD = "stencil.record"
 OWNER = "stencil.owner"  # digest of the request's key; absent if no keys are required
 
 
+REQUESTS = ("http", "websocket")
+"""Types of the ASGI scopes that clients open."""
+
+
 class RequestContext:
     """The outermost middleware: gives each request its id and record, sets `x-request-id` and `openai-processing-ms`,
     and answers uncaught exceptions with 500.
@@ -35,7 +39,7 @@ class RequestContext:
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in REQUESTS:
             await self._app(scope, receive, send)
             return
         request_id = scope[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
@@ -45,7 +49,9 @@ class RequestContext:
 
     async def _serve(self, record: RequestRecord, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if message["type"] == "websocket.accept":
+                record.status = 101
+            elif message["type"].endswith("http.response.start"):  # a refused websocket has such an answer, too
                 record.status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = record.request_id
@@ -82,12 +88,15 @@ class ApiKeyGuard:
     those to ADMIN_PATH and below it.
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, is_guarded: Callable[[str], bool] = lambda _: False) -> None:
+        """is_guarded: of which other paths this is true, too."""
         self._app = app
         self._keys = keys
+        self._is_guarded = is_guarded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1/") and not _is_for_admins(scope["path"]):
+        path = scope["path"] if scope["type"] in REQUESTS else ""
+        if self._is_guarded(path) or (path.startswith("/v1/") and not _is_for_admins(path)):
             owner = self._keys.owner_of(bearer_key(scope))
             if owner is None:
                 error = InvalidApiKeyError("Missing or incorrect API key. Send it as 'Authorization: Bearer <key>'.")
@@ -95,6 +104,11 @@ class ApiKeyGuard:
                 return
             scope[OWNER] = owner
         await self._app(scope, receive, send)
+
+
+def owner_of(scope: MutableMapping[str, Any]) -> str:
+    """The digest of the caller's key, which owns what it makes; "" for all callers if no keys are required."""
+    return str(scope.get(OWNER, ""))
 
 
 def _is_for_admins(path: str) -> bool:

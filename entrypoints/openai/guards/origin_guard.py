@@ -17,7 +17,8 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 class OriginGuard:
-    """Answers 403 to requests that may change something and whose `Origin` header names another host.
+    """Answers 403 to requests that may change something, or that open a websocket, and whose `Origin` header names
+    another host.
 
     Browsers let any page send a form to any host, also to a server on the user's own machine, and only hide the answer;
     but they send the page's origin along (https://fetch.spec.whatwg.org/#origin-header). Other clients send none.
@@ -29,7 +30,7 @@ class OriginGuard:
         self._allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] not in SAFE_METHODS:
+        if _may_change(scope):
             headers = {
                 name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"origin", b"host")
             }
@@ -41,6 +42,12 @@ class OriginGuard:
 
     def _is_allowed(self, origin: str, host: str) -> bool:
         return "*" in self._allowed or origin in self._allowed or is_same_host(origin, host)
+
+
+def _may_change(scope: Scope) -> bool:
+    """Whether a request may change something, or is for a websocket: pages can read those of other origins."""
+    is_unsafe = scope["type"] == "http" and scope["method"] not in SAFE_METHODS
+    return is_unsafe or scope["type"] == "websocket"
 
 
 def is_same_host(origin: str, host: str) -> bool:

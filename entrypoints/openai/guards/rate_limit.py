@@ -13,7 +13,7 @@ from entrypoints.openai.answer.errors import RateLimitError
 from entrypoints.openai.guards.middleware import OWNER, answer
 from entrypoints.openai.guards.request_record import TRACED
 
-LIMITED = (*TRACED, "/v1/load_lora_adapter")
+LIMITED = (*TRACED, "/v1/load_lora_adapter", "/prompt", "/api/prompt")
 """Paths whose POSTs are counted: those that give engines work, or have them read files."""
 
 _IPV6_PREFIX = 64  # bits that identify a caller: a client usually has all addresses below them

@@ -42,13 +42,14 @@ class RequestRecord:
         self.status = 0  # of the answer; 0 until it begins
         self.is_client_gone = False
         self._scope = scope
+        self._method = scope.get("method", "GET")  # an offer to speak WebSocket is a GET, whose scope does not say so
         self._metrics = metrics
         self._facts: dict[str, Any] = {}
         self._error: str | None = None
         self._span = self._begin_span(tracer)
 
     def _begin_span(self, tracer: Tracer) -> Span:
-        method, path = self._scope["method"], self._scope["path"]
+        method, path = self._method, self._scope["path"]
         if method != "POST" or path not in TRACED:
             return NO_SPAN
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in self._scope["headers"]}
@@ -96,7 +97,7 @@ class RequestRecord:
         scope = self._scope
         line = {
             "client": _printable(str((scope.get("client") or ("-",))[0])),  # a proxy may forward any text
-            "method": scope["method"],
+            "method": self._method,
             "path": _printable(scope["path"]),
             "status": status,
             "seconds": round(seconds, 4),
@@ -106,7 +107,7 @@ class RequestRecord:
 
     def _end_span(self, outcome: Outcome, status: int, now: float) -> None:
         attributes = {
-            "http.request.method": self._scope["method"],
+            "http.request.method": self._method,
             "http.route": self._scope["path"],
             "http.response.status_code": status,
             "stencil.request_id": self.request_id,

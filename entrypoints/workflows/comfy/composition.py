@@ -82,3 +82,9 @@ class Composition:
     method: str = "bilinear"  # that enlarges its latents
     defaults: Mapping[str, Literal] = field(default_factory=dict)  # field of requests -> what the graph says
     left_out: tuple[Node, ...] = ()  # whose pictures are no result
+    number: int = 1  # of pictures
+
+    @property
+    def is_enlarged(self) -> bool:
+        """Whether the first pass is smaller than the picture."""
+        return self.scale != 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from core.control import MAX_CONTROLS
 from core.graph.workflow import Literal
@@ -31,17 +32,27 @@ TEXT_TOKENS = {"flux": 256, "sd3": 77}
 
 
 def read_composition(graph: Graph) -> Composition:
-    """Raises WorkflowError that names node and input for what no workflow here can say."""
-    return _Reader(graph).composition()
+    """Of a graph's last picture, that all requests get. Raises WorkflowError that names node and input for what no
+    workflow here can say.
+    """
+    decoder, left_out = last_result(graph)
+    composition = _Reader(decoder).composition()
+    if composition.number > 1:
+        raise Latents.at(decoder.links["samples"]).first.error("requests say it, as n; give 1", "batch_size")
+    return replace(composition, left_out=left_out)
+
+
+def read_picture(decoder: Node) -> Composition:
+    """Of the pictures that a VAEDecode makes of a sampler's latents. Raises as `read_composition`."""
+    return _Reader(decoder).composition()
 
 
 class _Reader:
-    def __init__(self, graph: Graph) -> None:
-        self._decoder, self._left_out = last_result(graph)
+    def __init__(self, decoder: Node) -> None:
+        self._decoder = decoder
         self._latents = Latents.at(self._decoder.links["samples"])
         self._samplers = self._latents.samplers
-        assert self._latents.begin is not None, "a result has a sampler"
-        self._begin = self._latents.begin
+        self._begin = self._latents.first
         self._weights = [Weights.at(sampler.links["model"]) for sampler in self._samplers]
         self._positive = [Conditioning.at(sampler.links["positive"]) for sampler in self._samplers]
         self._negative = [Conditioning.at(sampler.links["negative"]) for sampler in self._samplers]
@@ -74,7 +85,7 @@ class _Reader:
             scale,
             str(self._latents.enlarger.values["upscale_method"]) if self._latents.enlarger else "bilinear",
             self._defaults(size, mask, controls),
-            self._left_out,
+            number=int(self._begin.values.get("batch_size", 1)),
         )
 
     # ------------------------------------------------------------------------------------------------ weights
@@ -248,7 +259,7 @@ class _Reader:
         if picture.kind != "LoadImage":
             raise node.error("a request gives its control picture: read a LoadImage", "image")
         net = Named(str(loader.values["control_net_name"]), loader, "control_net_name")
-        parts = {_steered(node, each, is_flow=bool(self._family)) for each in self._passes}
+        parts = {_steered(node, each, self._family) for each in self._passes}
         if len(parts) > 1:
             raise node.error("it steers another share of each sampler's steps, and a request says one", "end_percent")
         ((start, end),) = parts
@@ -278,7 +289,7 @@ def _enlarged(node: Node, name: str, side: int) -> int:
     return round(side // LATENT_SIDE * float(node.values["scale_by"])) * LATENT_SIDE
 
 
-def _steered(node: Node, each: Pass, *, is_flow: bool) -> tuple[float, float]:
+def _steered(node: Node, each: Pass, family: str) -> tuple[float, float]:
     """The part of a pass's steps that a ControlNet steers. start_percent and end_percent are of training time, also
     that of steps that are not run.
     """
@@ -289,8 +300,8 @@ def _steered(node: Node, each: Pass, *, is_flow: bool) -> tuple[float, float]:
         problem = f"schedule {each.schedule} of node {each.node.id} is not even in time; steer all steps"
         raise node.error(problem, "start_percent" if start else "end_percent")
     first = each.total - each.steps
-    shares = [passed(each.schedule, first + step, each.total, is_flow=is_flow) for step in range(each.steps)]
-    is_none = start == 1 or (end == 0 and not is_flow)  # then ComfyUI steers not even a step that is there
+    shares = [passed(each.schedule, first + step, each.total, family) for step in range(each.steps)]
+    is_none = start == 1 or (end == 0 and not family)  # then ComfyUI steers not even a step that is there
     steps = [step for step, share in enumerate(shares) if start <= share <= end and not is_none]
     if not steps:
         raise node.error(f"no step of node {each.node.id} is in this part", "end_percent")

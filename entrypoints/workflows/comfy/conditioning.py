@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from entrypoints.workflows.comfy.graph import Node, Source
+from entrypoints.workflows.comfy.weighted_text import plain_text
 
 _UPWARDS = {
     "FluxGuidance": ("conditioning",),
@@ -40,5 +41,8 @@ class Conditioning:
 
     @property
     def words(self) -> str:
-        """The prompt."""
-        return str(self.text.values["text"])
+        """The prompt. Raises WorkflowError if its words have weights."""
+        try:
+            return plain_text(str(self.text.values["text"]))
+        except ValueError as error:
+            raise self.text.error(str(error), "text") from error

@@ -23,6 +23,12 @@ class Latents:
     mask_setter: Node | None = None  # a SetLatentNoiseMask
     begin: Node | None = None  # makes the first latents
 
+    @property
+    def first(self) -> Node:
+        """What makes the first latents."""
+        assert self.begin is not None, "a chain of latents has a beginning"
+        return self.begin
+
     @classmethod
     def at(cls, source: Source) -> Latents:
         """What a link to latents stands for. Raises WorkflowError."""

@@ -10,7 +10,15 @@ from core.control import MAX_CONTROL_SCALE
 from core.interpolation import Interpolation
 from core.lora import MAX_SCALE
 from core.mask_request import MAX_GROW
-from core.sampling_params import MAX_GUIDANCE, MAX_INFERENCE_STEPS, MAX_PROMPT_CHARACTERS, MAX_SEED, MAX_SIDE, MIN_SIDE
+from core.sampling_params import (
+    MAX_GUIDANCE,
+    MAX_IMAGES,
+    MAX_INFERENCE_STEPS,
+    MAX_PROMPT_CHARACTERS,
+    MAX_SEED,
+    MAX_SIDE,
+    MIN_SIDE,
+)
 from entrypoints.workflows.comfy.input_kind import Choice, Flag, InputKind, Integer, Link, Number, Text, Unread
 from entrypoints.workflows.comfy.sampler_names import CURVED, EVEN, SAMPLERS
 
@@ -34,12 +42,12 @@ _CFG, _SCALE, _SEED, _STEPS = (
     Integer(0, MAX_SEED),
     Integer(1, MAX_INFERENCE_STEPS),
 )
-_ONE = Integer(1, 1)
+_NUMBER = Integer(1, MAX_IMAGES)
 _SWITCH = Choice(("enable", "disable"))
 _METHOD = Choice(get_args(Interpolation), "latents are not enlarged so")
 _SAMPLER = Choice(tuple(SAMPLERS), "no scheduler here does that")
 _SCHEDULE = Choice((*EVEN, *CURVED), "no scheduler here does that")
-_EMPTY: Mapping[str, InputKind] = {"width": _SIDE, "height": _SIDE, "batch_size": _ONE}
+_EMPTY: Mapping[str, InputKind] = {"width": _SIDE, "height": _SIDE, "batch_size": _NUMBER}
 _SAMPLING: Mapping[str, InputKind] = {
     "model": _MODEL,
     "positive": _CONDITIONING,
@@ -147,5 +155,9 @@ NODE_CLASSES: Mapping[str, NodeClass] = {
     ),
     "SaveImage": NodeClass({"images": _IMAGE, "filename_prefix": Text(4096)}, optional=("filename_prefix",)),
     "PreviewImage": NodeClass({"images": _IMAGE}),
+    "SaveImageWebsocket": NodeClass({"images": _IMAGE}),
 }
 """Name -> class. What a graph has beside these is refused."""
+
+RESULTS = ("SaveImage", "PreviewImage", "SaveImageWebsocket")
+"""Classes that save, show or send pictures."""

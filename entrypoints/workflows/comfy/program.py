@@ -20,7 +20,6 @@ def program_of(composition: Composition, name: str) -> str:
 class _Writer:
     def __init__(self, composition: Composition, name: str) -> None:
         self._c, self._name = composition, name
-        self._has_mask = composition.mask is not None
 
     def lines(self) -> Iterator[str]:
         yield from self._header()
@@ -55,15 +54,11 @@ class _Writer:
 
     def _imports(self) -> Iterator[str]:
         names = ["VAE", "Denoiser", "LatentsGenerator", "TextEncoder", "denoise"]
-        names += ["LoRA"] * bool(self._c.loras) + ["Upscaler"] * self._is_enlarged
+        names += ["LoRA"] * bool(self._c.loras) + ["Upscaler"] * self._c.is_enlarged
         names += ["ControlNet"] * bool(self._c.controls)
         language = ["Workflow", "steps"] + ["Image"] * bool(self._c.picture or self._c.controls)
         yield f"from entrypoints.workflows import {', '.join(_sorted(language))}"
         yield f"from entrypoints.workflows.families import {', '.join(_sorted(names))}"
-
-    @property
-    def _is_enlarged(self) -> bool:
-        return self._c.scale != 1.0
 
     def _inputs(self) -> Iterator[str]:
         yield 'prompt = workflow.add_input("prompt", str)'
@@ -71,7 +66,7 @@ class _Writer:
         yield 'number = workflow.add_input("number", int)'
         if self._c.picture is not None:
             yield 'image = workflow.add_input("image", Image)'
-        if self._has_mask:
+        if self._c.mask is not None:
             yield 'mask = workflow.add_input("mask", Image, required=False)'
         if self._c.controls:
             yield 'control_image = workflow.add_input("control_image", Image)'
@@ -89,7 +84,7 @@ class _Writer:
         yield "prompt_embeds = TextEncoder()(prompt)"
         if self._c.controls:
             yield 'controls = VAE()(image=control_image, mode="encode")'
-        if self._c.controls and self._is_enlarged:
+        if self._c.controls and self._c.is_enlarged:
             yield f'small_controls = VAE()(image=control_image, mode="encode", scale={self._c.scale!r})'
         if self._c.refiner is not None:
             yield 'refiner = Denoiser(role="refiner")'
@@ -97,43 +92,18 @@ class _Writer:
 
     def _passes(self) -> Iterator[str]:
         for place, each in enumerate(self._c.passes):
-            is_small = self._is_enlarged and place == 0
-            if self._is_enlarged and place == 1:
+            is_small = self._c.is_enlarged and place == 0
+            if self._c.is_enlarged and place == 1:
                 method = "" if self._c.method == "bilinear" else f"method={_quoted(self._c.method)}"
                 yield f"latents = Upscaler({method})(latents)"
             role = 'role="refiner"' if each.is_refiner else ""
-            yield f"latents = LatentsGenerator({role})({', '.join(self._begin(each, place))})"
-            yield f"for _ in steps({self._number(each)}):"
+            given = (_given(name, value) for name, value in beginning(self._c, place).items())
+            yield f"latents = LatentsGenerator({role})({', '.join(given)})"
+            yield f"for _ in steps({each.total if each.total != self._c.passes[0].total else 'number'}):"
             for line in self._step(each, is_small):
                 yield f"    {line}"
         role = 'role="refiner"' if self._c.decodes_with_refiner else ""
         yield f'workflow.add_output(VAE({role})(latents), name="picture")'
-
-    def _begin(self, each: Pass, place: int) -> Iterator[str]:
-        """What a LatentsGenerator is given."""
-        first = self._c.passes[0]
-        yield "seed" if place == 0 or each.goes_on or each.seed == first.seed else f"seed={each.seed}"
-        if self._c.picture is not None:
-            yield "image=image"
-        if self._has_mask:
-            yield "mask=mask"
-        if place == 0 and self._is_enlarged:
-            yield f"scale={self._c.scale!r}"
-        if place > 0:
-            yield "latents=latents"
-        if each.goes_on:
-            yield f"denoising_start={each.begin!r}"
-        elif place > 0:
-            yield f"strength={exact_strength(each.steps, each.total)!r}"
-        if each.end < 1:
-            yield f"denoising_end={each.end!r}"
-        if each.starts_over and each.is_whole:
-            yield "starts_over=True"
-        if self._c.picture is None:
-            yield "noise_first=True"
-
-    def _number(self, each: Pass) -> str:
-        return "number" if each.total == self._c.passes[0].total else str(each.total)
 
     def _step(self, each: Pass, is_small: bool) -> Iterator[str]:
         denoiser, embeds = ("refiner", "refined_embeds") if each.is_refiner else ("denoiser", "prompt_embeds")
@@ -144,6 +114,41 @@ class _Writer:
             residuals = ", residuals"
         yield f"noise_pred = {denoiser}(latents, {embeds}{residuals})"
         yield "latents = denoise(noise_pred, latents)"
+
+
+class Name(str):
+    """A variable of the program, for one of its arguments."""
+
+
+def beginning(composition: Composition, place: int) -> dict[str, Literal | Name]:
+    """What the LatentsGenerator of a pass is given. place: of the pass."""
+    first, each = composition.passes[0], composition.passes[place]
+    has_own_seed = place > 0 and not each.goes_on and each.seed != first.seed
+    given: dict[str, Literal | Name] = {"seed": each.seed if has_own_seed else Name("seed")}
+    for name, is_given in (("image", composition.picture), ("mask", composition.mask)):
+        if is_given is not None:
+            given[name] = Name(name)
+    if place == 0 and composition.is_enlarged:
+        given["scale"] = composition.scale
+    if place > 0:
+        given["latents"] = Name("latents")
+    if each.goes_on:
+        given["denoising_start"] = each.begin
+    elif place > 0:
+        given["strength"] = exact_strength(each.steps, each.total)
+    if each.end < 1:
+        given["denoising_end"] = each.end
+    if each.starts_over and each.is_whole:
+        given["starts_over"] = True
+    if composition.picture is None:
+        given["noise_first"] = True
+    return given
+
+
+def _given(name: str, value: Literal | Name) -> str:
+    if isinstance(value, Name):
+        return name if name == value == "seed" else f"{name}={value}"
+    return f"{name}={_literal(value)}"
 
 
 def _literal(value: Literal) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from core.errors import WorkflowError
 from entrypoints.workflows.comfy.graph import Graph, Node
 from entrypoints.workflows.comfy.latents import Latents
+from entrypoints.workflows.comfy.node_class import RESULTS
 
 
 def last_result(graph: Graph) -> tuple[Node, tuple[Node, ...]]:
@@ -12,7 +13,7 @@ def last_result(graph: Graph) -> tuple[Node, tuple[Node, ...]]:
     goes on from, and pictures that were loaded). Raises WorkflowError if there is no such picture, or if there are two.
     """
     decoders, left_out = dict[str, Node](), list[Node]()  # node that saves -> what it saves
-    for node in graph.of("SaveImage", "PreviewImage"):
+    for node in graph.of(*RESULTS):
         made = node.links["images"].node
         if made.kind == "VAEDecode":
             decoders[node.id] = made
@@ -28,6 +29,19 @@ def last_result(graph: Graph) -> tuple[Node, tuple[Node, ...]]:
         if len(behind) < len(samplers[last]):
             left_out.append(graph.nodes[id_])
     return decoders[last], tuple(left_out)
+
+
+def all_results(graph: Graph) -> dict[str, Node]:
+    """Node that saves, shows or sends pictures -> the VAEDecode of a sampler's latents, or the LoadImage, that makes
+    these. Raises WorkflowError if no node does.
+    """
+    found = {node.id: node.links["images"].node for node in graph.of(*RESULTS)}
+    if not found:
+        raise WorkflowError("no SaveImage or PreviewImage is in it, so it makes no picture", node="")
+    for made in found.values():
+        if made.kind == "VAEDecode":
+            _samplers(made)
+    return found
 
 
 def _samplers(decoder: Node) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import exp
 from typing import Any
 
 SAMPLERS: Mapping[str, tuple[str, ...]] = {
@@ -27,8 +28,12 @@ CURVED: Mapping[str, str] = {
 """Schedule -> the setting of scheduler_config.json that asks for it."""
 
 
-TIMESTEPS = 1000
-"""Of the training of UNets."""
+TIMESTEPS: Mapping[str, int] = {"": 1000, "sd3": 1000, "flux": 10000}
+"""Family, "" for UNets -> noise levels of the training, as ComfyUI counts them."""
+
+LOWEST: Mapping[str, float] = {"": 0.0, "sd3": 0.003 / 1.002, "flux": 1 / (1 + (10000 - 1) / exp(1.15))}
+"""Family -> the training time that is left at its lowest noise level, 0..1: in flow matching, that of the first of
+these TIMESTEPS, shifted by 3 and by e^1.15."""
 
 
 def levels_of(schedule: str) -> str:
@@ -36,15 +41,23 @@ def levels_of(schedule: str) -> str:
     return "" if schedule in EVEN else schedule
 
 
-def passed(schedule: str, step: int, total: int, *, is_flow: bool) -> float:
-    """The share of training time that has passed before a step of so many, of a schedule that is even in it. is_flow:
-    for a family that samples by flow matching. Of UNets, percents are of the timesteps from 999 down to 0, of which
-    `simple` has every 1000 / total-th, so that slightly more has passed than of an even share: step 2 of 4 is at 499,
-    and 50 percent at 499.5 (ComfyUI's `simple_scheduler` and `percent_to_sigma`).
+def passed(schedule: str, step: int, total: int, family: str) -> float:
+    """The share of training time that has passed before a step of so many, of a schedule that is even in it. family:
+    see TIMESTEPS.
+
+    `normal` goes from the highest noise level to the lowest, `sgm_uniform` leaves out the last of one step more,
+    `simple` has every (1000 / total)-th timestep from the highest down, `ddim_uniform` from the lowest but one up. Of
+    UNets, percents are of the timesteps from 999 down to 0, so that slightly more has passed than of an even share:
+    step 2 of 4 is at 499, and 50 percent at 499.5 (ComfyUI's `normal_scheduler`, `simple_scheduler`, `ddim_scheduler`
+    and `percent_to_sigma`).
     """
-    if schedule == "simple" and not is_flow:
-        return int(step * TIMESTEPS / total) / (TIMESTEPS - 1)
-    return step / (max(total - 1, 1) if schedule == "normal" else total)
+    number = TIMESTEPS[family]
+    if schedule in ("simple", "ddim_uniform"):
+        stride = max(number // total, 1)
+        done = int(step * number / total) if schedule == "simple" else number - 2 - stride * (total - 1 - step)
+        return done / (number if family else number - 1)
+    even = step / (max(total - 1, 1) if schedule == "normal" else total)
+    return even * (1 - LOWEST[family])
 
 
 def why_not(config: Mapping[str, Any], sampler: str, schedule: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import msgspec
 from core.config import EngineConfig, ModelConfig
 from core.errors import WorkflowError
 from core.graph.workflow import Workflow
-from entrypoints.workflows.comfy.composition import Named
-from entrypoints.workflows.comfy.graph import Node, shown
+from entrypoints.workflows.comfy.composition import Composition, Named
+from entrypoints.workflows.comfy.graph import shown
 from entrypoints.workflows.comfy.graph_file import GraphFile
 from entrypoints.workflows.comfy.sampler_names import why_not
 
@@ -52,15 +53,16 @@ class ServedGraph:
         if name in (known := [each.name for each in self.models]):
             raise WorkflowError(f"{self.file.path}: a model is called {name}; rename the file", node="")
         adapters = {each.name: each for each in base.adapters}
-        for named in composition.lora_files:
-            self._check_served(named, list(adapters), f"adapter of {base.name}")
-        for control in composition.controls:
-            self._check_served(control.net, list(base.controls), f"control type of {base.name}")
         refiner = base.refiner
-        if composition.refiner is not None:
-            self._check_served(composition.refiner, known, "model")
-            refiner = composition.refiner.name
-        self._check_samplers(base)
+        with self._in_file():
+            for named in composition.lora_files:
+                check_served(named, adapters, f"adapter of {base.name}")
+            for control in composition.controls:
+                check_served(control.net, base.controls, f"control type of {base.name}")
+            if composition.refiner is not None:
+                check_served(composition.refiner, known, "model")
+                refiner = composition.refiner.name
+            check_samplers(composition, base, next((each for each in self.models if each.name == refiner), None))
         return msgspec.structs.replace(
             base,
             served_model_name=name,
@@ -75,7 +77,8 @@ class ServedGraph:
     def base(self) -> ModelConfig:
         """The served model that the graph names. Raises WorkflowError."""
         named = self.file.composition.model
-        self._check_served(named, [each.name for each in self.models], "model")
+        with self._in_file():
+            check_served(named, [each.name for each in self.models], "model")
         return next(each for each in self.models if each.name == named.name)
 
     def workflow(self, read: Workflow) -> Workflow:
@@ -85,25 +88,29 @@ class ServedGraph:
     def _adapter(self, name: str) -> str:
         return f"{self.file.name}:{name}"
 
-    def _check_served(self, named: Named, known: Sequence[str], what: str) -> None:
-        if named.name not in known:
-            problem = f"no {what} is called {shown(named.name)}; there are {', '.join(known) or 'none'}"
-            raise self._error(named.node, named.input, problem)
+    @contextmanager
+    def _in_file(self) -> Iterator[None]:
+        """Have errors name the file."""
+        try:
+            yield
+        except WorkflowError as error:
+            raise WorkflowError(f"{self.file.path}: {error}", node=error.node, input=error.input) from error
 
-    def _check_samplers(self, base: ModelConfig) -> None:
-        """Raises WorkflowError for a sampler that the models' schedulers do not do, as far as their files are here."""
-        composition = self.file.composition
-        for each in composition.passes:
-            model = base
-            if each.is_refiner and composition.refiner is not None:
-                model = next(other for other in self.models if other.name == composition.refiner.name)
-            config = _scheduler_of(model)
-            if config is not None and (problem := why_not(config, each.sampler, each.schedule)):
-                raise self._error(each.node, "sampler_name", f"{model.name} cannot do that: {problem}")
 
-    def _error(self, node: Node, name: str, problem: str) -> WorkflowError:
-        error = node.error(problem, name)
-        return WorkflowError(f"{self.file.path}: {error}", node=error.node, input=error.input)
+def check_served(named: Named, known: Collection[str], what: str) -> None:
+    """Raises WorkflowError for a file by whose name nothing is served."""
+    if named.name not in known:
+        problem = f"no {what} is called {shown(named.name)}; there are {', '.join(known) or 'none'}"
+        raise named.node.error(problem, named.input)
+
+
+def check_samplers(composition: Composition, base: ModelConfig, refiner: ModelConfig | None) -> None:
+    """Raises WorkflowError for a sampler that the models' schedulers do not do, as far as their files are here."""
+    for each in composition.passes:
+        model = refiner if each.is_refiner and refiner is not None else base
+        config = _scheduler_of(model)
+        if config is not None and (problem := why_not(config, each.sampler, each.schedule)):
+            raise each.node.error(f"{model.name} cannot do that: {problem}", "sampler_name")
 
 
 def _scheduler_of(model: ModelConfig) -> Mapping[str, Any] | None:

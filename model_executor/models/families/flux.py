@@ -140,13 +140,13 @@ class FluxFill(Flux):
         shape, of_template = self._latent_shape(image), self._of_template(inputs, generator)
         if sigma == 1.0 or inputs.goes_on:
             self._draw(shape, of_template)  # the posterior noise: multiplied by 0, but drawn first
-            return self._draw(shape, generator)
+            return self._draw_noise(inputs, shape, generator)
         if inputs.start is None:
             clean = self._template_sample(inputs, image, of_template)
         else:
             posterior_noise = self._draw(shape, of_template)  # drawn as diffusers does, but not used
             clean = self._unpacked_like(posterior_noise, inputs.start)
-        noise = self._draw(shape, generator)
+        noise = self._draw_noise(inputs, shape, generator)
         sigma = sigma.to(self._device, clean.dtype).reshape(1, 1, 1, 1)
         return sigma * noise + (1.0 - sigma) * clean
 

@@ -158,7 +158,8 @@ class Flux2Klein(NoisedTemplate):
         """As prepare_latents, which draws noise in the shape of patches. Nothing is encoded where nothing would be seen
         of it: of an empty canvas, unless its noised latents are where the run starts."""
         rows, columns = self.grid(image.shape[3], image.shape[2])
-        noise = self._draw((1, self._latent_width, rows, columns), generator).flatten(2)[0].T.contiguous()
+        drawn = self._draw_noise(inputs, (1, self._latent_width, rows, columns), generator)
+        noise = drawn.flatten(2)[0].T.contiguous()
         is_from_noise = inputs.num_denoising_steps == inputs.num_inference_steps
         if inputs.is_empty and (is_from_noise or inputs.start is not None):
             return torch.zeros_like(noise), noise

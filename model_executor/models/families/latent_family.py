@@ -152,7 +152,7 @@ class NoisedTemplate(LatentFamily):
         of which `to_image` has made it."""
         of_template = self._of_template(inputs, generator) if self.samples_template else None
         clean = pack(self._template_sample(inputs, image, of_template))
-        noise = pack(self._draw(self._latent_shape(image), generator))
+        noise = pack(self._draw_noise(inputs, self._latent_shape(image), generator))
         if self._draws_masked_image(inputs):
             self._draw(self._latent_shape(image), generator)
         return clean, noise

@@ -211,7 +211,7 @@ class UnetFamily(TimestepFamily):
             clean = self._template_sample(inputs, image, torch.Generator("cpu").manual_seed(inputs.seed))
         elif not (inputs.goes_on or (is_whole and self._sees_mask)):
             clean = self._template_sample(inputs, image, self._of_template(inputs, generator))
-        noise = self._draw(self._latent_shape(image), generator)
+        noise = self._draw_noise(inputs, self._latent_shape(image), generator)
         if inputs.goes_on:
             latents = noise
         elif is_whole or clean is None:

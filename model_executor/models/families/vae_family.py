@@ -316,6 +316,17 @@ class VaeFamily(Family):
         )
         return noise
 
+    def _draw_noise(
+        self,
+        inputs: ImageInputs,
+        shape: tuple[int, ...],
+        generator: torch.Generator,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """A picture's initial noise. shape: of its latents. dtype: see `_draw`."""
+        drawn = self._draw((inputs.number, *shape[1:]), generator, dtype)
+        return drawn[inputs.index : inputs.index + 1]
+
     def _of_template(self, inputs: ImageInputs, generator: torch.Generator) -> torch.Generator:
         """Draws what the VAE samples of the template. generator: draws the noise, afterwards."""
         return torch.Generator("cpu").manual_seed(inputs.seed) if inputs.noise_first else generator

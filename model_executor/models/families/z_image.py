@@ -133,7 +133,7 @@ class ZImage(NoisedTemplate):
         prepare_latents, which draws noise alone; the empty canvas is encoded where strength leaves something of it."""
         if not inputs.is_empty:
             return super()._clean_and_noise(inputs, image, generator)
-        noise = pack(self._draw(self._latent_shape(image), generator, torch.float32))
+        noise = pack(self._draw_noise(inputs, self._latent_shape(image), generator, torch.float32))
         is_seen = inputs.num_denoising_steps < inputs.num_inference_steps and inputs.start is None
         return pack(self._template_sample(inputs, image, generator)) if is_seen else torch.zeros_like(noise), noise
 

@@ -39,6 +39,8 @@ def encode_image(context: WorkerContext, items: Sequence[Item]) -> list[ItemResu
         paged_reference_tokens=work.paged_reference_tokens,
         num_controls=work.num_controls,
         noise_first=work.noise_first,
+        index=work.index,
+        number=work.number,
         starts_over=work.starts_over,
         is_recalled=work.is_recalled,
     )

@@ -412,6 +412,26 @@ def test_luminance_of_at_least_128_is_edited_and_alpha_means_nothing() -> None:
         assert np.array_equal(prepared.mask, (levels >= 128).astype(np.uint8))
 
 
+@pytest.mark.parametrize(("channel", "kind"), [(0, "red"), (1, "green"), (2, "blue")])
+def test_a_channel_of_at_least_128_is_edited(channel: int, kind: MaskKind) -> None:
+    levels = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    mask = np.zeros((16, 16, 3), np.uint8)
+    mask[..., channel] = levels
+    prepared = prepare(file_of(noise(16, 16, 3)), file_of(mask), kind)
+    assert np.array_equal(prepared.mask, (levels >= 128).astype(np.uint8))
+
+
+def test_a_pictures_own_transparency_may_be_asked_for_or_ignored() -> None:
+    keep = box_keep(32, 32, 3, 4, 20, 17)
+    pictures = [
+        file_of(np.dstack([np.full((32, 32, 3), 9, np.uint8), alpha])) for alpha in (keep, np.full_like(keep, 255))
+    ]
+    assert np.array_equal(prepare(pictures[0], None, "own").mask, (keep == 0).astype(np.uint8))
+    assert prepare(pictures[0], None, "none").unmasked
+    with pytest.raises(InvalidRequestError, match="the picture has no transparency"):
+        prepare(pictures[1], None, "own")
+
+
 @pytest.mark.parametrize("kind", ["LA", "RGBA", "P", "WEBP"])
 def test_every_kind_of_alpha_is_a_mask(kind: str) -> None:
     keep = box_keep(32, 32, 3, 4, 20, 17)

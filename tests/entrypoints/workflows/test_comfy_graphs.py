@@ -131,14 +131,24 @@ def test_noise_is_over_the_picture_at_full_strength_too() -> None:
         ("sd", "simple", (0.3, 1.0), (0.5, 1.0)),
         ("sd3", "simple", (0.0, 0.5), (0.0, 0.75)),
         ("sd3", "simple", (0.0, 0.0), (0.0, 0.25)),
+        ("sd3", "sgm_uniform", (0.5, 1.0), (0.75, 1.0)),
+        ("sd3", "normal", (0.999, 1.0), None),
+        ("sd", "ddim_uniform", (0.0, 0.3), (0.0, 0.25)),
+        ("sd", "ddim_uniform", (0.0, 0.2), None),
+        ("sd", "ddim_uniform", (0.25, 0.5), (0.25, 0.5)),
     ],
 )
 def test_percents_are_of_training_time(
-    model: str, schedule: str, percent: tuple[float, float], share: tuple[float, float]
+    model: str, schedule: str, percent: tuple[float, float], share: tuple[float, float] | None
 ) -> None:
-    """Before the four steps of a normal schedule 0, 1/3, 2/3 and all of it have passed; of the others each time a
-    quarter, of a UNet's simple one slightly more.
+    """Before the four steps of a normal schedule 0, 1/3, 2/3 and all of it have passed; of simple and sgm_uniform ones
+    each time a quarter, of a UNet's simple one slightly more; before the first of ddim_uniform ones, a quarter. In flow
+    matching nothing goes down to 0, so that slightly less has passed. None: no step is steered.
     """
+    if share is None:
+        with pytest.raises(WorkflowError, match="no step of node 10 is in this part"):
+            workflow_of(steered(model, schedule, percent))
+        return
     defaults = workflow_of(steered(model, schedule, percent)).defaults
     assert (defaults.get("control_start", 0.0), defaults.get("control_end", 1.0)) == share
 
@@ -257,7 +267,10 @@ REFUSED: Mapping[str, tuple[Callable[[], GraphText], str]] = {
     "schedule of too many": (lambda: img2img(denoise=0.001), "input denoise: 3 steps are the last of 3000, and a sch"),
     "no steps": (lambda: img2img(denoise=0.0), "input denoise: no step is run"),
     "noise over nothing": (lambda: txt2img(denoise=0.5), "input denoise: it begins with an empty picture, so all"),
-    "batch": (lambda: with_input(txt2img(), "EmptyLatentImage", batch_size=2), "input batch_size: it is not from 1 to"),
+    "batch": (
+        lambda: with_input(txt2img(), "EmptyLatentImage", batch_size=2),
+        "input batch_size: requests say it, as n",
+    ),
     "enlarging": (
         lambda: with_input(hires(), "LatentUpscale", upscale_method="bislerp"),
         "input upscale_method: 'bislerp': latents are not enlarged so; there are bilinear, nearest-",
@@ -348,11 +361,11 @@ def test_the_scheduler_of_a_checkpoint_does_what_the_sampler_does(config: dict[s
 
 
 def test_text_never_becomes_code() -> None:
-    hostile = '"""\n\'\'\'\\\nraise SystemExit\n# \u2028 \x00 {__import__("os")}'
+    hostile = '"""\n\'\'\'\\\nraise SystemExit\n# \u2028 \x00 {__import__\\("os"\\)}'
     graph = with_input(txt2img(), "CLIPTextEncode", text=hostile)
     graph = with_input(graph, "CheckpointLoaderSimple", ckpt_name=hostile)
     renamed = json.loads(json.dumps(graph).replace('"9"', json.dumps('"""\\')))
-    assert workflow_of(renamed).defaults["prompt"] == hostile
+    assert workflow_of(renamed).defaults["prompt"] == hostile.replace("\\(", "(").replace("\\)", ")")
 
 
 def test_the_command_writes_a_file_or_says_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,84 @@
+"""RequestWorkflows: workflows for pictures that requests bring with them, which engines have while these run."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from core.errors import EngineDeadError, OverloadedError, WorkflowError
+from core.failure import LEAST_RETRY_SECONDS
+from core.graph.check import check_workflow
+from core.graph.workflow import Workflow
+from core.messages.codec import encode
+from core.messages.worker import LoadWorkflow
+from engine.client.services import Services
+
+MAX_KEPT = 64
+"""Workflows that engines keep when no request runs them, so that the next request need not wait for them."""
+
+
+class RequestWorkflows:
+    """Engines know each by its name and a digest of its content: requests with the same graph share it. It has no
+    classes of users, so no worker loads anything for it.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._changing = asyncio.Lock()  # held while what engines have is changed
+        self._num_users: dict[str, int] = {}  # name -> blocks of `use` that are open; the one used longest ago first
+
+    @asynccontextmanager
+    async def use(self, workflow: Workflow) -> AsyncIterator[str]:
+        """The name under which engines have a workflow while the context is open, and as long as sessions that began in
+        it run. Its defaults and adapters are the caller's to apply. Raises WorkflowError for one that cannot run, or
+        that names users' classes; OverloadedError if no engine can take it.
+        """
+        named = _named(workflow)
+        async with self._services.sessions.until_shutdown():
+            await self._take(named)
+        try:
+            yield named.name
+        finally:
+            self._num_users[named.name] -= 1
+            self._services.sessions.run_in_background(self._forget_old())
+
+    async def _take(self, workflow: Workflow) -> None:
+        """Count a user of a workflow, which engines then have."""
+        async with self._changing:
+            if workflow.name not in self._num_users:
+                await self._load(workflow)
+            self._num_users[workflow.name] = self._num_users.pop(workflow.name, 0) + 1
+
+    async def _load(self, workflow: Workflow) -> None:
+        if workflow.has_own_ports:
+            raise WorkflowError(f"workflow {workflow.title}: a request brings no classes of users", node="")
+        check_workflow(workflow)
+        try:
+            await self._services.router.add_workflow(LoadWorkflow.of(workflow, ()))
+        except BaseException as error:
+            self._services.router.drop_workflow(workflow.name)
+            if isinstance(error, EngineDeadError):
+                message = "The engines were restarted meanwhile; try again."
+                raise OverloadedError(message, retry_after=LEAST_RETRY_SECONDS) from error
+            raise
+        self._services.served.workflows[workflow.name] = workflow
+
+    async def _forget_old(self) -> None:
+        """Have engines forget what is too much, those first that were used longest ago."""
+        async with self._changing:
+            running = {session.workflow for session in self._services.sessions}
+            idle = [name for name, users in self._num_users.items() if not users and name not in running]
+            for name in idle[: max(0, len(self._num_users) - MAX_KEPT)]:
+                del self._num_users[name]
+                del self._services.served.workflows[name]
+                self._services.router.drop_workflow(name)
+
+
+def _named(workflow: Workflow) -> Workflow:
+    """The workflow without what is the caller's to apply, under a name that no other content has."""
+    bare = replace(workflow, defaults={}, loras={})
+    digest = hashlib.sha256(encode(LoadWorkflow.of(bare, ()))).hexdigest()[:16]
+    return replace(bare, name=f"{workflow.name}@{digest}")

@@ -1,0 +1,98 @@
+"""Sockets: the clients that listen on /ws, and what is sent to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+MAX_SOCKETS = 1024
+MAX_SOCKETS_OF_OWNER = 128
+
+MAX_WAITING_BYTES = 64 * 2**20
+"""Of messages that wait for a client; one that reads more slowly is given up."""
+
+MAX_PREVIEW_BYTES = 8 * 2**20
+"""Of waiting messages from which on a client is sent no previews."""
+
+
+class Socket:
+    """One client that listens. nbytes: of what it has not been sent yet."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._waiting: asyncio.Queue[str | bytes | None] = asyncio.Queue()  # None: it ends here
+        self._is_given_up = False
+
+    def put(self, message: str | bytes) -> None:
+        """Send a message as soon as those before it are sent."""
+        if self._is_given_up:
+            return
+        self.nbytes += len(message)
+        self._waiting.put_nowait(message)
+        if self.nbytes > MAX_WAITING_BYTES:
+            self.end()
+
+    def end(self) -> None:
+        """Send nothing more: close the connection."""
+        self._is_given_up = True
+        while not self._waiting.empty():
+            self._waiting.get_nowait()
+        self._waiting.put_nowait(None)
+
+    async def next(self) -> str | bytes | None:
+        """Wait for the next message to be sent; None: the connection closes."""
+        message = await self._waiting.get()
+        self.nbytes -= len(message or "")
+        return message
+
+
+class Sockets:
+    """Of all owners, by the id that each client gives itself."""
+
+    def __init__(self) -> None:
+        self._sockets: dict[tuple[str, str], Socket] = {}  # (owner, client's id) -> its latest connection
+
+    def has_room(self, owner: str) -> bool:
+        """Whether an owner may open another one."""
+        mine = sum(other == owner for other, _ in self._sockets)
+        return len(self._sockets) < MAX_SOCKETS and mine < MAX_SOCKETS_OF_OWNER
+
+    @contextmanager
+    def open(self, owner: str, client_id: str) -> Iterator[Socket]:
+        """Listen under a client's id, in place of an earlier connection with it."""
+        key, socket = (owner, client_id), Socket()
+        if (former := self._sockets.pop(key, None)) is not None:
+            former.end()
+        self._sockets[key] = socket
+        try:
+            yield socket
+        finally:
+            if self._sockets.get(key) is socket:
+                del self._sockets[key]
+
+    def send(self, owner: str, client_id: str | None, event: str, data: Mapping[str, Any]) -> None:
+        """Send a message to one client, if it listens."""
+        if client_id is not None and (socket := self._sockets.get((owner, client_id))) is not None:
+            socket.put(message_of(event, data))
+
+    def send_picture(self, owner: str, client_id: str | None, content: bytes, *, is_preview: bool) -> None:
+        """Send a binary message to one client, if it listens, a preview only if it keeps up."""
+        socket = None if client_id is None else self._sockets.get((owner, client_id))
+        if socket is not None and not (is_preview and socket.nbytes > MAX_PREVIEW_BYTES):
+            socket.put(content)
+
+    def send_all(self, owner: str, event: str, data: Mapping[str, Any]) -> None:
+        """Send a message to all clients of an owner."""
+        text = message_of(event, data)
+        for (other, _), socket in self._sockets.items():
+            if other == owner:
+                socket.put(text)
+
+
+def message_of(event: str, data: Mapping[str, Any]) -> str:
+    """A message in ComfyUI's form."""
+    return msgspec.json.encode({"type": event, "data": data}).decode()

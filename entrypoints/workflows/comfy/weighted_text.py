@@ -1,0 +1,43 @@
+"""WeightedText: what ComfyUI's way to write prompts, (red:1.2) hat, says."""
+
+from __future__ import annotations
+
+_EMBEDDING = "embedding:"
+
+
+def plain_text(text: str) -> str:
+    """The words of a prompt as a text encoder gets them: parentheses give the words in them another weight, unless they
+    are escaped, \\( and \\), or end with ``:1)``. Raises ValueError that says why it cannot be read here: text encoders
+    have no weights of words, nor words that are files.
+    """
+    if any(word.lower().startswith(_EMBEDDING) for word in text.split()):
+        raise ValueError("a word names an embedding's file, and none is read here")
+    found, opened, characters = list[str](), list[int](), iter(text)
+    for each in characters:
+        if each == "\\":
+            following = next(characters, "")
+            found += [following] if following in ("(", ")") else [each, *following]
+        elif each == ")" and opened:
+            _close(found, opened.pop())
+        else:
+            if each == "(":
+                opened.append(len(found))
+            found.append(each)
+    return "".join(found)
+
+
+def _close(found: list[str], start: int) -> None:
+    """Take the parenthesis of a group away, and its weight. start: of the parenthesis. Raises ValueError for a weight
+    that is not 1."""
+    words, colon, weight = "".join(found[start + 1 :]).rpartition(":")
+    if not colon or not _is_one(weight):
+        group = f"{''.join(found[start:]):.40})"
+        raise ValueError(f"{group!r} gives words a weight, and they have none here; write \\( for a parenthesis")
+    found[start:] = words
+
+
+def _is_one(weight: str) -> bool:
+    try:
+        return float(weight) == 1.0
+    except ValueError:
+        return False
