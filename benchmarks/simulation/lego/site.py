@@ -187,7 +187,6 @@ class Site:
             cost.add_profile(key, Profile(table))
             for work, seconds in every:
                 cost.observe(key, work, seconds)
-                cost.add_step(key, work, seconds)
         for gigabytes in (1, 10, 30):
             cost.observe_load(_bytes(gigabytes), gigabytes / self.numbers.load_gigabytes_per_second)
 

@@ -13,7 +13,7 @@ from core.failure import LEAST_RETRY_SECONDS
 from core.graph.check import check_workflow
 from core.graph.workflow import Workflow
 from core.messages.codec import encode
-from core.messages.worker import LoadWorkflow
+from core.messages.worker import DropWorkflow, LoadWorkflow
 from engine.client.services import Services
 
 MAX_KEPT = 64
@@ -59,7 +59,7 @@ class RequestWorkflows:
         try:
             await self._services.router.add_workflow(LoadWorkflow.of(workflow, ()))
         except BaseException as error:
-            self._services.router.drop_workflow(workflow.name)
+            self._services.router.drop_workflow(DropWorkflow(workflow.name))
             if isinstance(error, EngineDeadError):
                 message = "The engines were restarted meanwhile; try again."
                 raise OverloadedError(message, retry_after=LEAST_RETRY_SECONDS) from error
@@ -74,7 +74,7 @@ class RequestWorkflows:
             for name in idle[: max(0, len(self._num_users) - MAX_KEPT)]:
                 del self._num_users[name]
                 del self._services.served.workflows[name]
-                self._services.router.drop_workflow(name)
+                self._services.router.drop_workflow(DropWorkflow(name))
 
 
 def _named(workflow: Workflow) -> Workflow:
