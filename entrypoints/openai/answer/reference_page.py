@@ -67,7 +67,7 @@ def _parameters(operation: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str
         yield (
             each["name"],
             each.get("schema", {}) | {"description": each.get("description", "")},
-            bool(each["required"]),
+            bool(each.get("required")),
         )
 
 

@@ -15,7 +15,7 @@ from core.config import EngineConfig
 from core.errors import EngineDeadError, OverloadedError, WorkflowError
 from core.graph.workflow import Workflow
 from core.graph.workflows.inpaint import INPAINT
-from core.messages.worker import LoadWorkflow
+from core.messages.worker import DropWorkflow, LoadWorkflow
 from engine.client.resolve.served_models import ServedModels
 from engine.client.sessions import request_workflows
 from engine.client.sessions.request_workflows import RequestWorkflows
@@ -35,9 +35,9 @@ class Engines:
             raise self.error
         self.names.append(load.workflow.name)
 
-    def drop_workflow(self, name: str) -> None:
-        if name in self.names:
-            self.names.remove(name)
+    def drop_workflow(self, drop: DropWorkflow) -> None:
+        if drop.name in self.names:
+            self.names.remove(drop.name)
 
 
 class Run(Session):

@@ -212,7 +212,7 @@ async def test_one_that_makes_a_models_pictures_is_a_name_for_the_model(server: 
     info = served.by_name["w"]
     assert (info.name, info.workflow.partition("@")[0]) == ("m", "w")
     new = {name.partition("@")[0] for name in served.workflows.keys() - before.keys()}
-    assert new == {"w", "controlled_w", "selected_w", "selected_controlled_w"}
+    assert new == {"w", "controlled_w", "selected_w", "selected_controlled_w", "recalled_w"}
     assert server.titles == ["start", "w"]
     with server.sessions.track(Run(served.workflows[info.workflow])):
         await server.register(("w", "a"))
