@@ -31,8 +31,12 @@ class OwnedStore(Generic[K, V]):
         self._of_owner: dict[str, OrderedDict[K, int]] = {}  # owner -> key -> bytes, the oldest first
         self._nbytes_of: dict[str, int] = {}
 
-    def put(self, owner: str, key: K, value: V, nbytes: int) -> None:
-        """Keep a value; forget the owner's oldest ones, and then the oldest of all, until it fits."""
+    def put(self, owner: str, key: K, value: V, nbytes: int) -> bool:
+        """Keep a value; forget the owner's oldest ones, and then the oldest of all, until it fits. False: it is too
+        large for an owner; nothing has changed.
+        """
+        if nbytes > min(self._limits.nbytes, self._limits.nbytes_in_all):
+            return False
         self.remove(owner, key)
         self._values[owner, key] = value, nbytes
         self._of_owner.setdefault(owner, OrderedDict())[key] = nbytes
@@ -43,6 +47,7 @@ class OwnedStore(Generic[K, V]):
             self.remove(owner, next(iter(self._of_owner[owner])))
         while len(self._values) > limits.number_in_all or self._nbytes > limits.nbytes_in_all:
             self.remove(*next(iter(self._values)))
+        return True
 
     def get(self, owner: str, key: K) -> V | None:
         """None: the owner has none of this key."""

@@ -22,6 +22,10 @@ PREVIEW_METHODS = ("auto", "latent2rgb", "taesd")
 """Values of `preview_method` in `extra_data` that ask for previews."""
 
 
+SECRETS = frozenset({"auth_token_comfy_org", "api_key_comfy_org"})
+"""Members of `extra_data` that ComfyUI does not show, either."""
+
+
 class Prompt(msgspec.Struct, frozen=True):
     """What a client asks for. Further members are ignored, as ComfyUI does."""
 
@@ -51,9 +55,10 @@ class Prompt(msgspec.Struct, frozen=True):
 
     @property
     def extra(self) -> dict[str, Any]:
-        """`extra_data` with the client's id, as ComfyUI shows it; what is no object is left out."""
+        """`extra_data` with the client's id and without SECRETS, as ComfyUI shows it; what is no object is left out."""
         try:
-            extra: dict[str, Any] = msgspec.json.decode(self.extra_data, type=dict[str, msgspec.Raw])
+            members = msgspec.json.decode(self.extra_data, type=dict[str, msgspec.Raw])
+            extra: dict[str, Any] = {name: value for name, value in members.items() if name not in SECRETS}
         except (msgspec.MsgspecError, RecursionError):
             extra = {}
         return extra if self.client_id is None else {**extra, "client_id": self.client_id}

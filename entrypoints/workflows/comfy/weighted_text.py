@@ -12,13 +12,14 @@ def plain_text(text: str) -> str:
     """
     if any(word.lower().startswith(_EMBEDDING) for word in text.split()):
         raise ValueError("a word names an embedding's file, and none is read here")
-    found, opened, characters = list[str](), list[int](), iter(text)
+    found, opened, closed, characters = list[str](), list[int](), 0, iter(text)
     for each in characters:
         if each == "\\":
             following = next(characters, "")
             found += [following] if following in ("(", ")") else [each, *following]
         elif each == ")" and opened:
-            _close(found, opened.pop())
+            _close(found, opened.pop(), closed)
+            closed = len(found)
         else:
             if each == "(":
                 opened.append(len(found))
@@ -26,14 +27,16 @@ def plain_text(text: str) -> str:
     return "".join(found)
 
 
-def _close(found: list[str], start: int) -> None:
-    """Take the parenthesis of a group away, and its weight. start: of the parenthesis. Raises ValueError for a weight
-    that is not 1."""
-    words, colon, weight = "".join(found[start + 1 :]).rpartition(":")
+def _close(found: list[str], start: int, closed: int) -> None:
+    """Take the parenthesis of a group away, and its weight. start: of the parenthesis. closed: end of the last group that
+    was closed, in or before this one; what is behind it is looked at alone, so that a text is read once. Raises
+    ValueError for a weight that is not 1."""
+    _, colon, weight = "".join(found[max(start + 1, closed) :]).rpartition(":")
     if not colon or not _is_one(weight):
         group = f"{''.join(found[start:]):.40})"
         raise ValueError(f"{group!r} gives words a weight, and they have none here; write \\( for a parenthesis")
-    found[start:] = words
+    del found[len(found) - len(weight) - 1 :]
+    found[start] = ""
 
 
 def _is_one(weight: str) -> bool:

@@ -96,7 +96,8 @@ def refused(answer: httpx.Response, status: int = 400) -> tuple[str, dict[str, A
 async def test_a_prompt_is_made_and_viewed() -> None:
     engine = engine_of()
     async with serving(engine) as client:
-        id_ = await queue(client, txt2img(), client_id="me", extra_data={"extra_pnginfo": {"x": 1}})
+        extra_data = {"extra_pnginfo": {"x": 1}, "api_key_comfy_org": "k", "auth_token_comfy_org": "t"}
+        id_ = await queue(client, txt2img(), client_id="me", extra_data=extra_data)
         entry = await history_of(client, id_)
         (node,) = entry["outputs"]
         (image,) = entry["outputs"][node]["images"]
@@ -190,8 +191,8 @@ async def test_uploads_are_pictures_and_masks_of_prompts() -> None:
 
 async def test_an_upload_replaces_only_what_it_may() -> None:
     async with serving(engine_of()) as client:
-        names = [(await upload(client, "a.png", PNG + content)).json()["name"] for content in (b"1", b"1", b"2", b"2")]
-        assert names == ["a.png", "a.png", "a (1).png", "a (2).png"]
+        names = [(await upload(client, "a.png", PNG + content)).json()["name"] for content in (b"1", b"1", b"2", b"3", b"2")]
+        assert names == ["a.png", "a.png", "a (1).png", "a (2).png", "a (1).png"]
         assert (await upload(client, "a.png", PNG + b"3", overwrite="true")).json()["name"] == "a.png"
         view = await client.get("/view", params={"filename": "a.png", "type": "input"})
         assert view.content == PNG + b"3"
