@@ -61,10 +61,11 @@ def socket_router(sockets: Sockets, jobs: Jobs, max_upload_bytes: int) -> APIRou
         with suppress(WebSocketDisconnect, TimeoutError):
             while (message := await socket.next()) is not None:
                 async with asyncio.timeout(STALL_SECONDS):
-                    if isinstance(message, str):
-                        await websocket.send_text(message)
-                    else:
-                        await websocket.send_bytes(message)
+                    sending = (
+                        websocket.send_text(message) if isinstance(message, str) else websocket.send_bytes(message)
+                    )
+                    if not await run_until(socket.given_up.wait(), sending):
+                        return
             await websocket.close(TRY_AGAIN)
 
     return router

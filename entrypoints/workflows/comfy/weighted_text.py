@@ -28,9 +28,9 @@ def plain_text(text: str) -> str:
 
 
 def _close(found: list[str], start: int, closed: int) -> None:
-    """Take the parenthesis of a group away, and its weight. start: of the parenthesis. closed: end of the last group that
-    was closed, in or before this one; what is behind it is looked at alone, so that a text is read once. Raises
-    ValueError for a weight that is not 1."""
+    """Take the parenthesis of a group away, and its weight. start: of the parenthesis. closed: end of the last group
+    before, which may be in this one: the weight is behind it, and what is before it is not read again. Raises ValueError
+    for a weight that is not 1."""
     _, colon, weight = "".join(found[max(start + 1, closed) :]).rpartition(":")
     if not colon or not _is_one(weight):
         group = f"{''.join(found[start:]):.40})"

@@ -29,8 +29,11 @@ from comfy_graphs import (
 )
 from fake_engine import MODEL, FakeEngine
 from malformed_comfy_graphs import malformed
+from real_server import until
 
 from core.errors import InvalidImageError, OverloadedError, RunError
+from engine.client.upload import KeptUpload
+from entrypoints.comfy_api import jobs as jobs_module
 from entrypoints.comfy_api import sockets as sockets_module
 from entrypoints.comfy_api.files import Files
 from entrypoints.comfy_api.graph_edits import ReadGraph
@@ -96,7 +99,7 @@ def refused(answer: httpx.Response, status: int = 400) -> tuple[str, dict[str, A
 async def test_a_prompt_is_made_and_viewed() -> None:
     engine = engine_of()
     async with serving(engine) as client:
-        extra_data = {"extra_pnginfo": {"x": 1}, "api_key_comfy_org": "k", "auth_token_comfy_org": "t"}
+        extra_data = {"extra_pnginfo": {"x": 1}, "api_key_comfy_org": "a secret, which nobody is shown"}
         id_ = await queue(client, txt2img(), client_id="me", extra_data=extra_data)
         entry = await history_of(client, id_)
         (node,) = entry["outputs"]
@@ -191,7 +194,9 @@ async def test_uploads_are_pictures_and_masks_of_prompts() -> None:
 
 async def test_an_upload_replaces_only_what_it_may() -> None:
     async with serving(engine_of()) as client:
-        names = [(await upload(client, "a.png", PNG + content)).json()["name"] for content in (b"1", b"1", b"2", b"3", b"2")]
+        names = [
+            (await upload(client, "a.png", PNG + content)).json()["name"] for content in (b"1", b"1", b"2", b"3", b"2")
+        ]
         assert names == ["a.png", "a.png", "a (1).png", "a (2).png", "a (1).png"]
         assert (await upload(client, "a.png", PNG + b"3", overwrite="true")).json()["name"] == "a.png"
         view = await client.get("/view", params={"filename": "a.png", "type": "input"})
@@ -339,6 +344,32 @@ async def test_malformed_prompts_are_refused_and_touch_nothing() -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        '{"prompt": {"1": {"class_type": "SaveImage", "inputs": {"images": [%s[]]}}}}' % ("[]," * 1_300_000),
+        '{"prompt": {%s"1": {}}}' % "".join(f'"n{number}": {{}},' for number in range(280_000)),
+        '{"prompt": {"1": {}}, "extra_data": {%s"a": 1}}' % "".join(f'"{number}":1,' for number in range(380_000)),
+    ],
+    ids=["values", "nodes", "extra_data"],
+)
+async def test_large_bodies_do_not_keep_others_waiting(text: str) -> None:
+    longest = before = 0.0
+
+    async def beat() -> None:
+        nonlocal longest, before
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.perf_counter() - before)
+
+    async with serving(engine_of()) as client:
+        beating = asyncio.create_task(beat())
+        refused(await client.post("/prompt", content=text.encode()))
+        beating.cancel()
+    assert longest < 0.25  # 1.3 s if all values are read
+
+
+@pytest.mark.parametrize(
     ("method", "path", "content", "status"),
     [
         ("GET", "/history?max_items=x", b"", 400),
@@ -443,7 +474,7 @@ async def test_a_client_that_does_not_keep_up_is_given_up(monkeypatch: pytest.Mo
         sockets.send_picture("", "me", b"preview", is_preview=True)
         sockets.send_picture("", "me", b"picture", is_preview=False)
         assert [len(await socket.next() or "") > 600, await socket.next()] == [True, b"picture"]
-        assert socket.nbytes == 0
+        assert socket.nbytes == len(b"picture")  # it is being sent
         sockets.send("", "me", "status", {"x": "y" * 1100})
         sockets.send("", "me", "status", {"x": "y"})
         assert await socket.next() is None
@@ -452,6 +483,82 @@ async def test_a_client_that_does_not_keep_up_is_given_up(monkeypatch: pytest.Mo
         assert await first.next() is None
         sockets.send("", "me", "status", {})
         assert second.nbytes > 0
+
+
+async def test_clients_that_wait_with_most_are_given_up_when_there_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets_module, "MAX_WAITING_IN_ALL", 1000)
+    sockets = Sockets()
+    with sockets.open("one", "a") as large, sockets.open("one", "b") as small, sockets.open("two", "a") as other:
+        for _ in range(2):
+            sockets.send_picture("one", "a", bytes(250), is_preview=False)
+        sockets.send_picture("one", "b", bytes(100), is_preview=False)
+        sockets.send_picture("two", "a", bytes(390), is_preview=False)
+        assert len(await large.next() or b"") == 250  # and this is still being sent
+        sockets.send_picture("two", "a", bytes(90), is_preview=False)
+        assert [each.given_up.is_set() for each in (large, small, other)] == [True, False, False]
+        assert not sockets.listens("one", "a")
+        sockets.send_picture("two", "a", bytes(420), is_preview=False)
+        assert other.nbytes == 900
+    with sockets.open("one", "a"):
+        sockets.send_picture("one", "a", bytes(999), is_preview=False)
+        assert sockets.listens("one", "a")
+
+
+async def test_pictures_are_only_put_together_for_clients_that_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once for all nodes that send them."""
+    made = list[KeptUpload]()
+
+    async def message_of(picture: KeptUpload) -> bytes:
+        made.append(picture)
+        return b"picture"
+
+    monkeypatch.setattr(jobs_module, "_message_of", message_of)
+    sockets, history = Sockets(), History()
+    jobs = Jobs(engine_of(), Files(), history, sockets, lambda *_: None)  # type: ignore[arg-type]
+    graph = txt2img()
+    for node in ("9", "10", "11"):
+        graph[node] = {"class_type": "SaveImageWebsocket", "inputs": {"images": ["8", 0]}}
+    prompt = Prompt.of(json.dumps({"prompt": graph, "client_id": "me"}))
+    with sockets.open("", "me") as socket:
+        await jobs.admit(Job("", prompt, 0, ReadGraph.of(prompt.graph), {}))
+        assert [each for each in await told_by(socket) if each == b"picture"] == [b"picture"] * 3
+    assert len(made) == 1
+    await jobs.admit(Job("", prompt, 0, ReadGraph.of(prompt.graph), {}))
+    await until(lambda: not jobs.num_left(""))
+    assert len(made) == 1
+
+
+async def test_a_prompt_that_is_taken_out_of_the_queue_is_over_for_its_client() -> None:
+    engine, sockets, history = engine_of(), Sockets(), History()
+    engine.gate.clear()
+    engine.has_begun = False
+    jobs = Jobs(engine, Files(), history, sockets, lambda *_: None)  # type: ignore[arg-type]
+    prompt = Prompt.of(json.dumps({"prompt": txt2img(), "client_id": "me"}))
+    with sockets.open("", "me") as socket:
+        await jobs.admit(Job("", prompt, 0, ReadGraph.of(prompt.graph), {}))
+        await jobs.delete(jobs.of("")[1])
+        told = [json.loads(message)["type"] for message in await told_by(socket)]
+    assert told[-2:] == ["execution_interrupted", "executing"]
+    assert history.of("") == {}
+
+
+async def test_bodies_that_wait_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    engine.gate.clear()
+    most = 2 * len(json.dumps(txt2img(), separators=(",", ":")) + "{}") - 1
+    async with serving(engine, "one", "two") as client:
+        id_ = await queue(client, txt2img(), ONE, ignored="x" * 100_000)
+        listed = (await client.get("/queue", headers=ONE)).json()["queue_running"]
+        monkeypatch.setattr(jobs_module, "MAX_QUEUED_BYTES_OF_OWNER", most)
+        refused(await client.post("/prompt", json={"prompt": txt2img()}, headers=ONE), 503)
+        other = await queue(client, txt2img(), TWO)
+        monkeypatch.setattr(jobs_module, "MAX_QUEUED_BYTES", most)
+        refused(await client.post("/prompt", json={"prompt": txt2img()}, headers=TWO), 503)
+        engine.gate.set()
+        await history_of(client, other, TWO)
+        await history_of(client, id_, ONE)
+        await queue(client, txt2img(), ONE)
+    assert [item[1] for item in listed] == [id_]
 
 
 async def test_a_large_graph_is_served_quickly_and_told_whole() -> None:
