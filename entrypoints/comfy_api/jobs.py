@@ -221,7 +221,7 @@ class Jobs:
         return {"status": {"exec_info": {"queue_remaining": self.num_left(owner)}}}
 
     def _end(self, job: Job, event: str, *, is_kept: bool = True, **data: object) -> None:
-        """Note the end of a prompt in the history, and tell its client, which then reads the history. is_kept: False for
+        """Note the end of a prompt in the history, and tell its client, which then reads the history. is_kept: not for
         one that was taken out of the queue.
         """
         told = job.note(event, **data)

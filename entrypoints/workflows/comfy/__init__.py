@@ -13,6 +13,7 @@ What differs from ComfyUI, held against its source (October 2025, a125cd84):
     noise, no picture         the first that the seed draws, on the CPU   the same; of a prompt's batch in turn
     noise over a picture      likewise                                    drawn after what the VAE samples, as
                                                                           diffusers' inpainting pipelines do
+    noise of steps, batch     drawn for all pictures at once              as if by seed + 1, ... after the first
     latents of a picture      the mean of what the VAE predicts           a sample of it, as in diffusers
     normal                    timesteps from 999 down to 0, even          the same with timestep_spacing linspace
     simple                    every (1000 / steps)-th from 999 down       the same with trailing

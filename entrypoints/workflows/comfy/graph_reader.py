@@ -17,8 +17,8 @@ MAX_NODES = 500
 """Most nodes of a graph."""
 
 MAX_SIGNS = 50_000
-"""Most commas and opening brackets of a graph's JSON, those in texts among them. Each value but the first has one before
-it, and while values are read, nothing else of this process runs: 0.3 ms for a thousand."""
+"""Most commas and opening brackets of a graph's JSON, those in texts among them: each value but the first has one
+before it. While values are read, nothing else of this process runs, 0.3 ms for a thousand."""
 
 MAX_ID = 64
 """Most characters of a node's id."""

@@ -29,8 +29,8 @@ def plain_text(text: str) -> str:
 
 def _close(found: list[str], start: int, closed: int) -> None:
     """Take the parenthesis of a group away, and its weight. start: of the parenthesis. closed: end of the last group
-    before, which may be in this one: the weight is behind it, and what is before it is not read again. Raises ValueError
-    for a weight that is not 1."""
+    before, which may be in this one: the weight is behind it, and what is before it is not read again. Raises
+    ValueError for a weight that is not 1."""
     _, colon, weight = "".join(found[max(start + 1, closed) :]).rpartition(":")
     if not colon or not _is_one(weight):
         group = f"{''.join(found[start:]):.40})"

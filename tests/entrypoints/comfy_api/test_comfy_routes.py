@@ -346,9 +346,9 @@ async def test_malformed_prompts_are_refused_and_touch_nothing() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        '{"prompt": {"1": {"class_type": "SaveImage", "inputs": {"images": [%s[]]}}}}' % ("[]," * 1_300_000),
-        '{"prompt": {%s"1": {}}}' % "".join(f'"n{number}": {{}},' for number in range(280_000)),
-        '{"prompt": {"1": {}}, "extra_data": {%s"a": 1}}' % "".join(f'"{number}":1,' for number in range(380_000)),
+        '{"prompt": {"1": {"class_type": "SaveImage", "inputs": {"images": [' + "[]," * 1_300_000 + "[]]}}}}",
+        '{"prompt": {' + "".join(f'"n{number}": {{}},' for number in range(280_000)) + '"1": {}}}',
+        '{"prompt": {"1": {}}, "extra_data": {' + "".join(f'"{n}":1,' for n in range(380_000)) + '"a": 1}}',
     ],
     ids=["values", "nodes", "extra_data"],
 )
