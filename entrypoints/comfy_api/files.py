@@ -17,7 +17,8 @@ Folder = Literal["input", "output", "temp"]
 
 FOLDERS: tuple[Folder, ...] = get_args(Folder)
 
-LIMITS = StoreLimits(number=2000, nbytes=256 * 2**20, number_in_all=10_000, nbytes_in_all=2**30)
+LIMITS = StoreLimits(number=1000, nbytes=128 * 2**20, number_in_all=5000, nbytes_in_all=2**29)
+"""Of uploads; as much again of the pictures that prompts make, so that these push no uploads out."""
 
 MAX_NAME = 255
 """Most characters of a file's name, and of its subfolder."""
@@ -89,23 +90,29 @@ class StoredFile:
 
 
 class Files:
-    """Of all owners. Files that a prompt reads stay as long as it runs."""
+    """Of all owners. Files that a prompt reads stay as long as it runs; of the others, those go first that were not
+    read for the longest time.
+    """
 
     def __init__(self, limits: StoreLimits = LIMITS) -> None:
-        self._store: OwnedStore[FileName, StoredFile] = OwnedStore(limits)
+        self._uploads: OwnedStore[FileName, StoredFile] = OwnedStore(limits)
+        self._made: OwnedStore[FileName, StoredFile] = OwnedStore(limits)
         self._counters: dict[str, count[int]] = {}  # owner -> numbers of pictures that are made
 
     def put(self, owner: str, name: FileName, file: StoredFile) -> bool:
         """Keep a file in place of the one of this name. False: it is too large."""
-        return self._store.put(owner, name, file, file.size + (file.mask.size if file.mask else 0))
+        return self._store_of(name).put(owner, name, file, file.size + (file.mask.size if file.mask else 0))
 
     def find(self, owner: str, name: FileName) -> StoredFile | None:
         """An owner's file; None: there is none, or none any more."""
-        return self._store.get(owner, name)
+        return self._store_of(name).use(owner, name)
+
+    def _store_of(self, name: FileName) -> OwnedStore[FileName, StoredFile]:
+        return self._uploads if name.folder == "input" else self._made
 
     def inputs(self, owner: str) -> list[str]:
         """An owner's uploads, as nodes load them."""
-        names = (name for name, _ in self._store.of(owner) if name.folder == "input")
+        names = (name for name, _ in self._uploads.of(owner))
         return sorted(f"{name.subfolder}/{name.name}" if name.subfolder else name.name for name in names)
 
     def new_name(self, owner: str, prefix: str, folder: Folder) -> FileName:
@@ -125,7 +132,7 @@ class Files:
             FileName.of(f"{stem} ({number}){dot}{ending}", wanted.subfolder, wanted.folder) for number in count(1)
         )
         for name in chain((wanted,), like_it):
-            known = self.find(owner, name)
+            known = self._store_of(name).get(owner, name)
             if known is None or known.is_like(file):
                 return name
         raise AssertionError("numbers do not end")

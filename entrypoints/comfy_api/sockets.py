@@ -74,8 +74,10 @@ class Sockets:
         self._sockets: dict[tuple[str, str], Socket] = {}  # (owner, client's id) -> its latest connection
         self._nbytes = 0  # that wait for all of them
 
-    def has_room(self, owner: str) -> bool:
-        """Whether an owner may open another one."""
+    def has_room(self, owner: str, client_id: str) -> bool:
+        """Whether an owner may open another one, or one that replaces its client's former one."""
+        if (owner, client_id) in self._sockets:
+            return True
         mine = sum(other == owner for other, _ in self._sockets)
         return len(self._sockets) < MAX_SOCKETS and mine < MAX_SOCKETS_OF_OWNER
 

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+import torch
 from comfy_graphs import (
     NEGATIVE,
     PROMPT,
@@ -154,6 +155,31 @@ async def test_all_pictures_of_a_graph_are_made() -> None:
                 assert (await client.get("/view", params=image)).status_code == 200
     assert [(edit.sampling.seed, edit.sampling.n) for edit in engine.edits] == [(1, 2), (2, 2)]
     assert engine.brought[0].nodes == engine.brought[1].nodes
+
+
+async def test_a_prompt_makes_as_many_pictures_as_a_request_may() -> None:
+    draft = Draft()
+    denoiser, clip, vae = draft.checkpoint("sd")
+    told = draft.texts(clip)
+    for seed in (1, 2):
+        latents = draft.sampled(denoiser, told, draft.empty(), seed=seed)
+        draft.add("SaveImage", images=draft.add("VAEDecode", samples=latents, vae=vae), filename_prefix="x")
+    empty = [node for node in draft.nodes.values() if node["class_type"] == "EmptyLatentImage"]
+    for node, number in zip(empty, (5, 6), strict=True):
+        node["inputs"]["batch_size"] = number
+    async with serving(engine_of()) as client:
+        answer = await client.post("/prompt", json={"prompt": draft.nodes})
+    assert "it makes 11 pictures, and may 10" in refused(answer)[0]
+
+
+async def test_seeds_may_have_64_bits() -> None:
+    engine = engine_of()
+    async with serving(engine) as client:
+        await history_of(client, await queue(client, txt2img(seed=2**64 - 5)))
+    seed = engine.last.sampling.seed
+    assert seed == 2**63 - 5
+    noise = [torch.randn(9, generator=torch.Generator().manual_seed(each)) for each in (seed, 2**64 - 5)]
+    assert torch.equal(*noise)
 
 
 async def test_previews_are_made_for_those_who_ask() -> None:

@@ -30,7 +30,7 @@ def test_the_oldest_of_an_owner_go_first() -> None:
     assert store.get("two", "d") is None
 
 
-def test_the_oldest_of_all_go_when_there_are_too_many() -> None:
+def test_who_has_most_makes_room_when_there_is_too_much() -> None:
     store: OwnedStore[str, int] = OwnedStore(StoreLimits(number=10, nbytes=10, number_in_all=4, nbytes_in_all=12))
     for owner in ("one", "two"):
         for key in "ab":
@@ -39,6 +39,31 @@ def test_the_oldest_of_all_go_when_there_are_too_many() -> None:
     assert [keys(store, owner) for owner in ("one", "two", "three")] == [["b"], ["a", "b"], ["a"]]
     store.put("three", "b", 1, nbytes=9)
     assert [keys(store, owner) for owner in ("one", "two", "three")] == [[], ["b"], ["b"]]
+
+
+def test_an_owner_with_little_keeps_it() -> None:
+    store: OwnedStore[str, int] = OwnedStore(StoreLimits(number=10, nbytes=10, number_in_all=10, nbytes_in_all=12))
+    for owner, key, nbytes in (("little", "a", 1), ("much", "a", 6), ("much", "b", 4), ("new", "a", 3)):
+        assert store.put(owner, key, 1, nbytes)
+    assert [keys(store, owner) for owner in ("little", "much", "new")] == [["a"], ["b"], ["a"]]
+
+
+def test_what_is_used_counts_as_new() -> None:
+    store: OwnedStore[str, int] = OwnedStore(StoreLimits(number=2, nbytes=9, number_in_all=9, nbytes_in_all=9))
+    for key in "ab":
+        store.put("one", key, 1, nbytes=1)
+    assert (store.use("one", "a"), store.use("one", "c"), store.use("two", "a")) == (1, None, None)
+    store.put("one", "c", 1, nbytes=1)
+    assert keys(store, "one") == ["a", "c"]
+
+
+def test_pictures_that_are_made_push_no_uploads_out() -> None:
+    files = Files(StoreLimits(number=2, nbytes=9, number_in_all=9, nbytes_in_all=9))
+    upload, file = FileName("a.png", "", "input"), StoredFile(KeptUpload([b"x"]))
+    files.put("one", upload, file)
+    for _ in range(5):
+        files.put("one", files.new_name("one", "x", "output"), file)
+    assert files.find("one", upload) is file
 
 
 def test_what_is_too_large_for_an_owner_is_not_kept() -> None:

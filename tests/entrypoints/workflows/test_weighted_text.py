@@ -17,6 +17,8 @@ from entrypoints.workflows.comfy.weighted_text import plain_text
         ("a (red:1) hat", "a red hat"),
         ("a ((red:1.0) hat:1.00)", "a red hat"),
         ("((a:1):1)(b:1) c", "ab c"),
+        ("a \\\\(hat\\\\)", "a \\(hat\\)"),
+        ("a () hat(())", "a  hat"),
         ("smile :) and go on", "smile :) and go on"),
         ("an open (parenthesis", "an open (parenthesis"),
         ("C:\\folder\\", "C:\\folder\\"),
@@ -25,9 +27,12 @@ from entrypoints.workflows.comfy.weighted_text import plain_text
         ("a (red) hat", None),
         ("((red:1))", None),
         ("(a (b: :1)1)", None),
+        ("(:1)", None),
+        ("( )", None),
         ("a (:nan) hat", None),
         ("a embedding:style hat", None),
-        ("(" * 10_000 + ")" * 10_000, None),
+        ("(" * 10_000 + "hat" + ")" * 10_000, None),
+        ("(" * 10_000 + ")" * 10_000, ""),
     ],
 )
 def test_words_have_no_weights(text: str, words: str | None) -> None:
