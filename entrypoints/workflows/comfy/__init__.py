@@ -18,6 +18,8 @@ What differs from ComfyUI, held against its source (October 2025, a125cd84):
     normal                    timesteps from 999 down to 0, even          the same with timestep_spacing linspace
     simple                    every (1000 / steps)-th from 999 down       the same with trailing
     ddim_uniform              every (1000 // steps)-th from 1 up          the same with leading, steps_offset 1
+    steps not dividing 1000   ddim_uniform has a step more; simple cuts   as many steps as are asked for; trailing
+                              timesteps off                               rounds them
     sgm_uniform               normal with a step more, but its last       nearly that of trailing
     karras, exponential       from the highest noise level to the lowest  the same with timestep_spacing linspace
     beta                      timesteps by the distribution               noise levels by it, as in diffusers
