@@ -43,7 +43,7 @@ class Jobs:
         sockets: Sockets,
         note_owner: Callable[[str, str], None],
     ) -> None:
-        """note_owner: is told of each edit (request id, owner)."""
+        """note_owner: is told of each edit that is admitted (request id, owner)."""
         self._engine, self._files, self._history, self._sockets = engine, files, history, sockets
         self._note_owner = note_owner
         self._edits = GraphEdits(engine, files)
@@ -138,7 +138,6 @@ class Jobs:
         """An edit that is admitted. Raises as `admit`."""
         request_id = f"req_{uuid.uuid4().hex}"
         job.request_ids.append(request_id)
-        self._note_owner(request_id, job.owner)
         async with AsyncExitStack() as stack:
             try:
                 choice, asked = self._edits.call(edit, job.owner, shows_previews=job.prompt.shows_previews)
@@ -146,6 +145,7 @@ class Jobs:
                 outputs = await stack.enter_async_context(self._engine.edit(request_id, asked, choice))
             except InvalidRequestError as error:
                 raise at_fault(edit, error) from error
+            self._note_owner(request_id, job.owner)
             yield outputs
 
     async def _make(self, job: Job, edit: GraphEdit, outputs: AsyncIterator[ImageOutput]) -> None:

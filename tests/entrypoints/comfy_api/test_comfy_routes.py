@@ -44,6 +44,7 @@ from entrypoints.comfy_api.jobs import Jobs
 from entrypoints.comfy_api.prompt import Prompt
 from entrypoints.comfy_api.sockets import Socket, Sockets
 from entrypoints.openai.app import ServerSettings, create_app
+from entrypoints.openai.guards.request_owners import RequestOwners
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ONE, TWO = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
@@ -298,9 +299,11 @@ async def test_a_failure_is_told_in_the_history(caplog: pytest.LogCaptureFixture
     assert "it failed on this machine" in caplog.text
 
 
-async def test_what_the_engine_refuses_is_refused_at_once() -> None:
+async def test_what_the_engine_refuses_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of()
     async with serving(engine) as client:
+        noted = list[str]()
+        monkeypatch.setattr(RequestOwners, "note", lambda self, request_id, owner: noted.append(owner))
         engine.entering = OverloadedError("The queue is full.", retry_after=3.0)
         answer = await client.post("/prompt", json={"prompt": txt2img()})
         assert (refused(answer, 503)[0], answer.headers["retry-after"]) == ("The queue is full.", "3")
@@ -313,6 +316,7 @@ async def test_what_the_engine_refuses_is_refused_at_once() -> None:
         engine.is_ready = False
         refused(await client.post("/prompt", json={"prompt": txt2img()}), 503)
         assert (await client.get("/history")).json() == {}
+        assert noted == []
 
 
 @pytest.mark.parametrize(
@@ -488,7 +492,7 @@ async def test_pictures_can_be_sent_instead_of_kept() -> None:
         *("execution_success", "executing"),
     ]
     assert history.of("")[prompt.prompt_id]
-    assert files.inputs("") == []
+    assert files.new_name("", "x", "output").name == "x_00001_.png"  # none was kept
 
 
 async def test_a_client_that_does_not_keep_up_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
