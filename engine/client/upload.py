@@ -59,6 +59,10 @@ class KeptUpload:
             await asyncio.sleep(0)
         return cls(pieces)
 
+    def is_like(self, other: KeptUpload) -> bool:
+        """Whether both have the same content, in the same pieces."""
+        return self.size == other.size and self._pieces == other._pieces
+
     async def chunks(self) -> AsyncIterator[bytes]:
         for piece in self._pieces:
             yield piece

@@ -9,6 +9,8 @@ nodes decode and its batch_size says. Every path is also served below /api, as C
 
 What differs from ComfyUI:
 
+- POST /interrupt without a prompt_id ends all that run of the caller's.
+- Of `extra_data`, extra_pnginfo and preview_method are kept. PNGs carry no graph. A prefix's %width% stays as it is.
 - Prompts are admitted as edits are: one that there is no place for is refused at once (503, retry-after). Several run
   at the same time, in the engine's order; `number` and `front` change nothing. /queue says which ones a worker has
   begun.

@@ -24,8 +24,8 @@ NAME = "graph"
 
 
 def composed_workflow(composition: Composition) -> Graph:
-    """The engine's graph, without the composition's adapters and defaults, which requests give. It depends on nothing
-    that only requests say, such as prompt and seed. Raises WorkflowError.
+    """The engine's graph, without the composition's adapters and defaults, which requests give. It depends on
+    nothing that requests say, such as prompt and seed, but on the seeds of further samplers. Raises WorkflowError.
     """
     with Workflow(name=NAME) as workflow:
         _Composer(composition, workflow).compose()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from typing import Literal, get_args
 
 from core.errors import InvalidRequestError
@@ -17,7 +17,8 @@ Folder = Literal["input", "output", "temp"]
 
 FOLDERS: tuple[Folder, ...] = get_args(Folder)
 
-LIMITS = StoreLimits(number=2000, nbytes=256 * 2**20, number_in_all=10_000, nbytes_in_all=2**30)
+LIMITS = StoreLimits(number=1000, nbytes=128 * 2**20, number_in_all=5000, nbytes_in_all=2**29)
+"""Of uploads; as much again of the pictures that prompts make, so that these push no uploads out."""
 
 MAX_NAME = 255
 """Most characters of a file's name, and of its subfolder."""
@@ -34,7 +35,7 @@ class FileName:
     @classmethod
     def of(cls, name: str, subfolder: str = "", folder: str = "output") -> FileName:
         """The name that a client gives, checked. Raises InvalidRequestError."""
-        parts = subfolder.strip("/").split("/") if subfolder.strip("/") else []
+        parts = [part for part in subfolder.split("/") if part not in ("", ".")]
         if folder not in FOLDERS:
             raise _wrong("type", folder, f"there are {', '.join(FOLDERS)}")
         for what, each in (("filename", name), *(("subfolder", part) for part in parts)):
@@ -83,25 +84,35 @@ class StoredFile:
     def close(self) -> None:
         """Others may use it still."""
 
+    def is_like(self, other: StoredFile) -> bool:
+        """Whether both are pictures of the same content, without masks of their own."""
+        return (self.mask, other.mask) == (None, None) and self.content.is_like(other.content)
+
 
 class Files:
-    """Of all owners. Files that a prompt reads stay as long as it runs."""
+    """Of all owners. Files that a prompt reads stay as long as it runs; of the others, those go first that were not
+    read for the longest time.
+    """
 
     def __init__(self, limits: StoreLimits = LIMITS) -> None:
-        self._store: OwnedStore[FileName, StoredFile] = OwnedStore(limits)
+        self._uploads: OwnedStore[FileName, StoredFile] = OwnedStore(limits)
+        self._made: OwnedStore[FileName, StoredFile] = OwnedStore(limits)
         self._counters: dict[str, count[int]] = {}  # owner -> numbers of pictures that are made
 
-    def put(self, owner: str, name: FileName, file: StoredFile) -> None:
-        """Keep a file in place of the one of this name."""
-        self._store.put(owner, name, file, file.size + (file.mask.size if file.mask else 0))
+    def put(self, owner: str, name: FileName, file: StoredFile) -> bool:
+        """Keep a file in place of the one of this name. False: it is too large."""
+        return self._store_of(name).put(owner, name, file, file.size + (file.mask.size if file.mask else 0))
 
     def find(self, owner: str, name: FileName) -> StoredFile | None:
         """An owner's file; None: there is none, or none any more."""
-        return self._store.get(owner, name)
+        return self._store_of(name).use(owner, name)
+
+    def _store_of(self, name: FileName) -> OwnedStore[FileName, StoredFile]:
+        return self._uploads if name.folder == "input" else self._made
 
     def inputs(self, owner: str) -> list[str]:
         """An owner's uploads, as nodes load them."""
-        names = (name for name, _ in self._store.of(owner) if name.folder == "input")
+        names = (name for name, _ in self._uploads.of(owner))
         return sorted(f"{name.subfolder}/{name.name}" if name.subfolder else name.name for name in names)
 
     def new_name(self, owner: str, prefix: str, folder: Folder) -> FileName:
@@ -112,11 +123,19 @@ class Files:
         number = next(self._counters.setdefault(owner, count(1)))
         return FileName.of(f"{stem}_{number:05}_.png", subfolder, folder)
 
-    def free_name(self, owner: str, wanted: FileName) -> FileName:
-        """The name, or where another file has it, one like it."""
+    def free_name(self, owner: str, wanted: FileName, file: StoredFile) -> FileName:
+        """The name, or where another file has it, the first one like it that is free or that this very file has. Raises
+        InvalidRequestError where that is too long.
+        """
         stem, dot, ending = wanted.name.rpartition(".") if "." in wanted.name else (wanted.name, "", "")
-        names = (FileName(f"{stem} ({number}){dot}{ending}", wanted.subfolder, wanted.folder) for number in count(1))
-        return wanted if self.find(owner, wanted) is None else next(n for n in names if self.find(owner, n) is None)
+        like_it = (
+            FileName.of(f"{stem} ({number}){dot}{ending}", wanted.subfolder, wanted.folder) for number in count(1)
+        )
+        for name in chain((wanted,), like_it):
+            known = self._store_of(name).get(owner, name)
+            if known is None or known.is_like(file):
+                return name
+        raise AssertionError("numbers do not end")
 
 
 SIGNS = ((b"\x89PNG\r\n\x1a\n", "image/png"), (b"\xff\xd8\xff", "image/jpeg"))

@@ -11,6 +11,7 @@ from core.graph.workflow import Workflow
 from core.lora import Lora
 from core.messages.image_processor import MaskKind
 from core.model_choice import ModelChoice
+from core.sampling_params import MAX_IMAGES
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput
 from entrypoints.comfy_api.composed_workflow import composed_workflow
@@ -64,7 +65,10 @@ class ReadGraph:
             raise WorkflowError(f"it decodes {len(decoders)} pictures, and may {MAX_PICTURES}", node="")
         for id_ in saved:
             _check_prefix(graph.nodes[id_])
-        return cls(graph.nodes, tuple(map(_edit_of, decoders.values())), saved)
+        edits = tuple(map(_edit_of, decoders.values()))
+        if (number := sum(each.composition.number for each in edits)) > MAX_IMAGES:
+            raise WorkflowError(f"it makes {number} pictures, and may {MAX_IMAGES}", node="")
+        return cls(graph.nodes, edits, saved)
 
 
 def _edit_of(decoder: Node) -> GraphEdit:

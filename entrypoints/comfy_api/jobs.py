@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from core.errors import AbortedError, InvalidRequestError
+from core.errors import AbortedError, InvalidRequestError, OverloadedError
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import ImageOutput
 from engine.client.upload import KeptUpload
@@ -21,6 +21,12 @@ from entrypoints.openai.answer.errors import describe, log_internal
 
 PREVIEW_IMAGE, PNG = 1, 2
 """Kinds of a binary message, and of the picture in it."""
+
+MAX_QUEUED_BYTES, MAX_QUEUED_BYTES_OF_OWNER = 128 * 2**20, 32 * 2**20
+"""Of prompts that are not over: /queue shows each of them, with its graph."""
+
+ROOM_SECONDS = 10.0
+"""When a client that the queue has no room for may try again."""
 
 _FOLDERS: dict[str, Folder] = {"SaveImage": "output", "PreviewImage": "temp"}
 """Class of nodes that keep pictures -> where. Those of SaveImageWebsocket send them instead."""
@@ -37,7 +43,7 @@ class Jobs:
         sockets: Sockets,
         note_owner: Callable[[str, str], None],
     ) -> None:
-        """note_owner: is told of each edit (request id, owner)."""
+        """note_owner: is told of each edit that is admitted (request id, owner)."""
         self._engine, self._files, self._history, self._sockets = engine, files, history, sockets
         self._note_owner = note_owner
         self._edits = GraphEdits(engine, files)
@@ -47,14 +53,24 @@ class Jobs:
 
     async def admit(self, job: Job) -> None:
         """Queue a prompt. Raises what its edits are refused for: WorkflowError that names node and input,
-        InvalidRequestError, OverloadedError, ModelUnavailableError.
+        InvalidRequestError, OverloadedError, ModelUnavailableError. Raises OverloadedError, too, where the prompts that
+        are not over would have too many bytes.
         """
+        self._check_room(job)
         admitted: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         task = self._tasks[job] = asyncio.create_task(self._run(job, admitted), name=f"prompt-{job.id}")
         task.add_done_callback(lambda _: self._forget(job, admitted))
         self._tell_status(job.owner)
         if (refusal := await asyncio.shield(admitted)) is not None:
             raise refusal
+
+    def _check_room(self, job: Job) -> None:
+        in_all, of_owner = job.prompt.nbytes, job.prompt.nbytes
+        for other in self._tasks:
+            in_all += other.prompt.nbytes
+            of_owner += other.prompt.nbytes if other.owner == job.owner else 0
+        if in_all > MAX_QUEUED_BYTES or of_owner > MAX_QUEUED_BYTES_OF_OWNER:
+            raise OverloadedError("The prompts that are queued are too large.", retry_after=ROOM_SECONDS)
 
     def _forget(self, job: Job, admitted: asyncio.Future[Exception | None]) -> None:
         del self._tasks[job]
@@ -104,9 +120,9 @@ class Jobs:
                     await self._make(job, edit, outputs)
             await self._show_loaded(job)
         except asyncio.CancelledError:
-            if admitted.done() and job.is_interrupted:
-                kind = job.read.nodes[node].kind
-                self._end(job, "execution_interrupted", node_id=node, node_type=kind, executed=job.executed)
+            if admitted.done():
+                told = {"node_id": node, "node_type": job.read.nodes[node].kind, "executed": job.executed}
+                self._end(job, "execution_interrupted", is_kept=job.is_interrupted, **told)
             raise
         except Exception as error:  # the actor's edge: its caller, or its client, is told
             if not admitted.done():
@@ -122,7 +138,6 @@ class Jobs:
         """An edit that is admitted. Raises as `admit`."""
         request_id = f"req_{uuid.uuid4().hex}"
         job.request_ids.append(request_id)
-        self._note_owner(request_id, job.owner)
         async with AsyncExitStack() as stack:
             try:
                 choice, asked = self._edits.call(edit, job.owner, shows_previews=job.prompt.shows_previews)
@@ -130,6 +145,7 @@ class Jobs:
                 outputs = await stack.enter_async_context(self._engine.edit(request_id, asked, choice))
             except InvalidRequestError as error:
                 raise at_fault(edit, error) from error
+            self._note_owner(request_id, job.owner)
             yield outputs
 
     async def _make(self, job: Job, edit: GraphEdit, outputs: AsyncIterator[ImageOutput]) -> None:
@@ -147,7 +163,9 @@ class Jobs:
             else:
                 most, shown = passes[-1].steps, output.partial_index + 1
                 self._tell_progress(job, last, max(1, most * shown // (MOST_PREVIEWS + 1)), most)
-                await self._send_picture(job, content, is_preview=True)
+                if self._sockets.listens(job.owner, job.prompt.client_id):
+                    message = await _message_of(content)
+                    self._sockets.send_picture(job.owner, job.prompt.client_id, message, is_preview=True)
         for each in passes:
             self._tell_progress(job, each.node.id, each.steps, each.steps)
         assert len(pictures) == composition.number, "a picture of each number is made"
@@ -156,11 +174,14 @@ class Jobs:
 
     async def _show(self, job: Job, maker: str, pictures: list[StoredFile]) -> None:
         """Save, show or send pictures by all nodes that read them. maker: the node that makes them."""
+        messages = list[bytes]()
         for node in (job.read.nodes[id_] for id_, made in job.read.saved.items() if made.id == maker):
             self._tell_executing(job, node.id)
             if (folder := _FOLDERS.get(node.kind)) is None:
-                for picture in pictures:
-                    await self._send_picture(job, picture.content, is_preview=False)
+                if self._sockets.listens(job.owner, job.prompt.client_id):
+                    messages = messages or [await _message_of(picture.content) for picture in pictures]
+                    for message in messages:
+                        self._sockets.send_picture(job.owner, job.prompt.client_id, message, is_preview=False)
                 continue
             prefix = str(node.values.get("filename_prefix", "ComfyUI")) if folder == "output" else "ComfyUI_temp"
             names = list[FileName]()
@@ -192,11 +213,6 @@ class Jobs:
         told = {"value": value, "max": most, "prompt_id": job.id, "node": node}
         self._sockets.send(job.owner, job.prompt.client_id, "progress", told)
 
-    async def _send_picture(self, job: Job, content: KeptUpload, *, is_preview: bool) -> None:
-        pieces = [piece async for piece in content.chunks()]
-        message = b"".join([struct.pack(">II", PREVIEW_IMAGE, PNG), *pieces])
-        self._sockets.send_picture(job.owner, job.prompt.client_id, message, is_preview=is_preview)
-
     def _tell_status(self, owner: str) -> None:
         self._sockets.send_all(owner, "status", self.status(owner))
 
@@ -204,10 +220,20 @@ class Jobs:
         """How many prompts of an owner are not over."""
         return {"status": {"exec_info": {"queue_remaining": self.num_left(owner)}}}
 
-    def _end(self, job: Job, event: str, **data: object) -> None:
-        """Note the end of a prompt in the history, and tell its client, which then reads the history."""
+    def _end(self, job: Job, event: str, *, is_kept: bool = True, **data: object) -> None:
+        """Note the end of a prompt in the history, and tell its client, which then reads the history. is_kept: not for
+        one that was taken out of the queue.
+        """
         told = job.note(event, **data)
-        self._history.put(job.owner, job.id, job.entry(succeeded=event == "execution_success"))
+        if is_kept:
+            self._history.put(job.owner, job.id, job.entry(succeeded=event == "execution_success"))
         self._sockets.send(job.owner, job.prompt.client_id, event, told)
         over = {"node": None, "prompt_id": job.id}
         self._sockets.send(job.owner, job.prompt.client_id, "executing", over)
+
+
+async def _message_of(picture: KeptUpload) -> bytes:
+    """A picture as it is sent. Other work has a turn before: it may be large, and there may be many."""
+    await asyncio.sleep(0)
+    pieces = [piece async for piece in picture.chunks()]
+    return b"".join([struct.pack(">II", PREVIEW_IMAGE, PNG), *pieces])

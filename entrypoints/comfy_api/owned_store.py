@@ -26,13 +26,17 @@ class OwnedStore(Generic[K, V]):
 
     def __init__(self, limits: StoreLimits) -> None:
         self._limits = limits
-        self._values: OrderedDict[tuple[str, K], tuple[V, int]] = OrderedDict()  # the oldest first -> (value, bytes)
+        self._values: dict[tuple[str, K], tuple[V, int]] = {}  # -> (value, bytes)
         self._nbytes = 0
         self._of_owner: dict[str, OrderedDict[K, int]] = {}  # owner -> key -> bytes, the oldest first
         self._nbytes_of: dict[str, int] = {}
 
-    def put(self, owner: str, key: K, value: V, nbytes: int) -> None:
-        """Keep a value; forget the owner's oldest ones, and then the oldest of all, until it fits."""
+    def put(self, owner: str, key: K, value: V, nbytes: int) -> bool:
+        """Keep a value; forget the owner's oldest ones, and then those of who has most beside it, until it fits. False:
+        it is too large for an owner; nothing has changed.
+        """
+        if nbytes > min(self._limits.nbytes, self._limits.nbytes_in_all):
+            return False
         self.remove(owner, key)
         self._values[owner, key] = value, nbytes
         self._of_owner.setdefault(owner, OrderedDict())[key] = nbytes
@@ -42,7 +46,16 @@ class OwnedStore(Generic[K, V]):
         while len(self._of_owner.get(owner, ())) > limits.number or self._nbytes_of.get(owner, 0) > limits.nbytes:
             self.remove(owner, next(iter(self._of_owner[owner])))
         while len(self._values) > limits.number_in_all or self._nbytes > limits.nbytes_in_all:
-            self.remove(*next(iter(self._values)))
+            greediest = max(self._nbytes_of, key=lambda other: self._nbytes_of[other] - nbytes * (other == owner))
+            self.remove(greediest, next(iter(self._of_owner[greediest])))
+        return True
+
+    def use(self, owner: str, key: K) -> V | None:
+        """As `get`; the value counts as new."""
+        if (found := self._values.get((owner, key))) is None:
+            return None
+        self._of_owner[owner].move_to_end(key)
+        return found[0]
 
     def get(self, owner: str, key: K) -> V | None:
         """None: the owner has none of this key."""

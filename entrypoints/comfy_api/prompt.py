@@ -22,6 +22,13 @@ PREVIEW_METHODS = ("auto", "latent2rgb", "taesd")
 """Values of `preview_method` in `extra_data` that ask for previews."""
 
 
+class _Extra(msgspec.Struct, omit_defaults=True):
+    """The members of `extra_data` that are kept. Among others are secrets, which ComfyUI does not show, either."""
+
+    extra_pnginfo: msgspec.Raw = msgspec.Raw(b"")
+    preview_method: msgspec.Raw = msgspec.Raw(b"")
+
+
 class Prompt(msgspec.Struct, frozen=True):
     """What a client asks for. Further members are ignored, as ComfyUI does."""
 
@@ -42,7 +49,17 @@ class Prompt(msgspec.Struct, frozen=True):
             if len(value) > MAX_ID or not value.isprintable():
                 message = f"Invalid '{name}': {shorten(value)!r}: an id has at most {MAX_ID} printable characters."
                 raise InvalidRequestError(message, param=name)
-        return msgspec.structs.replace(read, prompt_id=read.prompt_id or str(uuid.uuid4()))
+        return msgspec.structs.replace(
+            read,
+            prompt=read.prompt.copy(),  # else the whole body would be kept
+            extra_data=_kept(read.extra_data),
+            prompt_id=read.prompt_id or str(uuid.uuid4()),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is kept of the body."""
+        return len(self.prompt) + len(self.extra_data)
 
     @property
     def graph(self) -> str:
@@ -51,11 +68,8 @@ class Prompt(msgspec.Struct, frozen=True):
 
     @property
     def extra(self) -> dict[str, Any]:
-        """`extra_data` with the client's id, as ComfyUI shows it; what is no object is left out."""
-        try:
-            extra: dict[str, Any] = msgspec.json.decode(self.extra_data, type=dict[str, msgspec.Raw])
-        except (msgspec.MsgspecError, RecursionError):
-            extra = {}
+        """The members of `extra_data` that are kept, with the client's id, as ComfyUI shows it."""
+        extra: dict[str, Any] = msgspec.json.decode(self.extra_data, type=dict[str, msgspec.Raw])
         return extra if self.client_id is None else {**extra, "client_id": self.client_id}
 
     @property
@@ -65,11 +79,21 @@ class Prompt(msgspec.Struct, frozen=True):
         return method in PREVIEW_METHODS
 
     def class_type(self, node: str) -> str:
-        """What its graph says of which class a node is; "": nothing."""
+        """What its graph says of which class a node is; "": nothing, or it is none of its nodes."""
+        if not node:
+            return ""
         try:
             return msgspec.json.decode(self.prompt, type=dict[str, _Node])[node].class_type
         except (msgspec.MsgspecError, RecursionError, KeyError):
             return ""
+
+
+def _kept(extra_data: msgspec.Raw) -> msgspec.Raw:
+    """What is kept of `extra_data`; what is no object is left out."""
+    try:
+        return msgspec.Raw(msgspec.json.encode(msgspec.json.decode(extra_data, type=_Extra)))
+    except (msgspec.MsgspecError, RecursionError):
+        return msgspec.Raw(b"{}")
 
 
 class _Node(msgspec.Struct):

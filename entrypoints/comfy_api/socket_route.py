@@ -10,7 +10,7 @@ import msgspec
 from fastapi import APIRouter
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from core.errors import OverloadedError
+from core.errors import InvalidRequestError, OverloadedError, StencilError
 from entrypoints.comfy_api.jobs import Jobs
 from entrypoints.comfy_api.prompt import MAX_ID
 from entrypoints.comfy_api.sockets import Socket, Sockets, message_of
@@ -40,8 +40,12 @@ def socket_router(sockets: Sockets, jobs: Jobs, max_upload_bytes: int) -> APIRou
     async def listen(websocket: WebSocket) -> None:
         """Tell a client, by its clientId, what becomes of its prompts."""
         owner, client_id = owner_of(websocket.scope), websocket.query_params.get("clientId") or uuid.uuid4().hex
-        if len(client_id) > MAX_ID or not sockets.has_room(owner):
-            error = OverloadedError("Too many clients listen, or its id is too long.", retry_after=ROOM_SECONDS)
+        error: StencilError | None = None
+        if len(client_id) > MAX_ID:
+            error = InvalidRequestError(f"Invalid 'clientId': it has more than {MAX_ID} characters.", param="clientId")
+        elif not sockets.has_room(owner, client_id):
+            error = OverloadedError("Too many clients listen.", retry_after=ROOM_SECONDS)
+        if error is not None:
             await websocket.send_denial_response(answer(websocket.scope, error))
             return
         await websocket.accept()
@@ -61,10 +65,11 @@ def socket_router(sockets: Sockets, jobs: Jobs, max_upload_bytes: int) -> APIRou
         with suppress(WebSocketDisconnect, TimeoutError):
             while (message := await socket.next()) is not None:
                 async with asyncio.timeout(STALL_SECONDS):
-                    if isinstance(message, str):
-                        await websocket.send_text(message)
-                    else:
-                        await websocket.send_bytes(message)
+                    sending = (
+                        websocket.send_text(message) if isinstance(message, str) else websocket.send_bytes(message)
+                    )
+                    if not await run_until(socket.given_up.wait(), sending):
+                        return
             await websocket.close(TRY_AGAIN)
 
     return router

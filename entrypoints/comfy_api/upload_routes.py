@@ -44,7 +44,7 @@ def upload_router(files: Files, places: UploadSlots, max_upload_bytes: int) -> A
     async def upload_image(request: Request) -> Response:
         """Keep a picture, for nodes that load it."""
         texts, name, content = await _read(request, places, max_upload_bytes)
-        return await _keep(request, texts, name, StoredFile(content))
+        return _keep(request, texts, name, StoredFile(content))
 
     @router.post("/upload/mask")
     async def upload_mask(request: Request) -> Response:
@@ -56,25 +56,17 @@ def upload_router(files: Files, places: UploadSlots, max_upload_bytes: int) -> A
         found = files.find(owner_of(request.scope), original)
         if found is None:
             raise InvalidRequestError(f"Invalid 'original_ref': no file {original.name!r}.", param="original_ref")
-        return await _keep(request, texts, name, StoredFile(found.content, StoredFile(content)))
+        return _keep(request, texts, name, StoredFile(found.content, StoredFile(content)))
 
-    async def _keep(request: Request, texts: dict[str, str], name: str, file: StoredFile) -> Response:
+    def _keep(request: Request, texts: dict[str, str], name: str, file: StoredFile) -> Response:
         owner = owner_of(request.scope)
         wanted = FileName.of(name, texts.get("subfolder", ""), texts.get("type") or "input")
-        if texts.get("overwrite") not in ("true", "1") and not await _is_kept(owner, wanted, file):
-            wanted = files.free_name(owner, wanted)
-        files.put(owner, wanted, file)
-        if files.find(owner, wanted) is None:
+        if texts.get("overwrite") not in ("true", "1"):
+            wanted = files.free_name(owner, wanted, file)
+        if not files.put(owner, wanted, file):
             raise file_too_large("image", LIMITS.nbytes)
         shown = {"name": wanted.name, "subfolder": wanted.subfolder, "type": wanted.folder}
         return Response(msgspec.json.encode(shown), media_type="application/json")
-
-    async def _is_kept(owner: str, name: FileName, file: StoredFile) -> bool:
-        """Whether this very file has the name already."""
-        known = files.find(owner, name)
-        if known is None or (known.size, known.mask, file.mask) != (file.size, None, None):
-            return False
-        return [each async for each in known.chunks()] == [each async for each in file.chunks()]
 
     @router.get("/view")
     async def view(

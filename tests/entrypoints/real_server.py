@@ -15,10 +15,11 @@ from entrypoints.openai.app import ServerSettings, create_app
 
 @asynccontextmanager
 async def running(
-    engine: FakeEngine, api_keys: tuple[str, ...] = ()
+    engine: FakeEngine, api_keys: tuple[str, ...] = (), *, comfy_api: bool = False
 ) -> AsyncIterator[tuple[uvicorn.Server, tuple[str, int]]]:
     """Starts the server; returns it with its address."""
-    server = serve.http_server(create_app(engine, ServerSettings(api_keys=api_keys, max_upload_bytes=1000)))
+    settings = ServerSettings(api_keys=api_keys, max_upload_bytes=1000, comfy_api=comfy_api)
+    server = serve.http_server(create_app(engine, settings), has_websockets=comfy_api)
     with serve.bind("127.0.0.1", 0) as listener:
         address = listener.getsockname()
         task = asyncio.create_task(server.serve(sockets=[listener]))

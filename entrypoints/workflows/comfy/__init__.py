@@ -13,10 +13,13 @@ What differs from ComfyUI, held against its source (October 2025, a125cd84):
     noise, no picture         the first that the seed draws, on the CPU   the same; of a prompt's batch in turn
     noise over a picture      likewise                                    drawn after what the VAE samples, as
                                                                           diffusers' inpainting pipelines do
+    noise of steps, batch     drawn for all pictures at once              as if by seed + 1, ... after the first
     latents of a picture      the mean of what the VAE predicts           a sample of it, as in diffusers
     normal                    timesteps from 999 down to 0, even          the same with timestep_spacing linspace
     simple                    every (1000 / steps)-th from 999 down       the same with trailing
     ddim_uniform              every (1000 // steps)-th from 1 up          the same with leading, steps_offset 1
+    steps not dividing 1000   ddim_uniform has a step more; simple cuts   as many steps as are asked for; trailing
+                              timesteps off                               rounds them
     sgm_uniform               normal with a step more, but its last       nearly that of trailing
     karras, exponential       from the highest noise level to the lowest  the same with timestep_spacing linspace
     beta                      timesteps by the distribution               noise levels by it, as in diffusers

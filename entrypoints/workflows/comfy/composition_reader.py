@@ -139,9 +139,11 @@ class _Reader:
     def _check_alike(self) -> None:
         """All samplers have one prompt, one guidance, and the base model's one set of ControlNets."""
         for told in (self._positive, self._negative):
+            words = told[0].words
             for node, other in zip(self._samplers, told, strict=True):
                 name = "positive" if told is self._positive else "negative"
-                if other.words != told[0].words:
+                is_same = other.text.values["text"] == told[0].text.values["text"]
+                if not is_same and other.words != words:
                     problem = f"another text than that of node {told[0].text.id}, and a request has one"
                     raise other.text.error(problem, "text")
                 if [each.id for each in other.controls] != [each.id for each in told[0].controls]:

@@ -15,7 +15,6 @@ from core.sampling_params import (
     MAX_IMAGES,
     MAX_INFERENCE_STEPS,
     MAX_PROMPT_CHARACTERS,
-    MAX_SEED,
     MAX_SIDE,
     MIN_SIDE,
 )
@@ -39,7 +38,7 @@ _SIDE = Integer(MIN_SIDE, MAX_SIDE)
 _CFG, _SCALE, _SEED, _STEPS = (
     Number(0, MAX_GUIDANCE),
     Number(0, MAX_CONTROL_SCALE),
-    Integer(0, MAX_SEED),
+    Integer(0, 2**64 - 1),
     Integer(1, MAX_INFERENCE_STEPS),
 )
 _NUMBER = Integer(1, MAX_IMAGES)

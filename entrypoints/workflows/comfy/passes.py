@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
-from core.sampling_params import MAX_INFERENCE_STEPS
+from core.sampling_params import MAX_INFERENCE_STEPS, MAX_SEED
 from entrypoints.workflows.comfy.composition import Pass
 from entrypoints.workflows.comfy.graph import Node
 from entrypoints.workflows.comfy.sampler_names import levels_of
@@ -85,6 +85,7 @@ def _of_advanced(node: Node, before: Pass | None) -> Pass:
 
 def _pass(node: Node, steps: int, total: int) -> Pass:
     """The last steps of all."""
-    seed = node.values["seed" if node.kind == "KSampler" else "noise_seed"]
+    seed = int(node.values["seed" if node.kind == "KSampler" else "noise_seed"])
     sampler, schedule = str(node.values["sampler_name"]), str(node.values["scheduler"])
-    return Pass(node, total, steps, int(seed), sampler, schedule)
+    # Requests have no seeds above MAX_SEED, but a generator of the CPU reads the 32 lowest bits alone.
+    return Pass(node, total, steps, seed & MAX_SEED, sampler, schedule)

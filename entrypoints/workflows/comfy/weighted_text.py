@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 _EMBEDDING = "embedding:"
+
+_SIGNS = re.compile(r"\\[()]|.", re.DOTALL)
+"""An escaped parenthesis, whatever is before it, or another character."""
 
 
 def plain_text(text: str) -> str:
@@ -12,13 +17,13 @@ def plain_text(text: str) -> str:
     """
     if any(word.lower().startswith(_EMBEDDING) for word in text.split()):
         raise ValueError("a word names an embedding's file, and none is read here")
-    found, opened, characters = list[str](), list[int](), iter(text)
-    for each in characters:
-        if each == "\\":
-            following = next(characters, "")
-            found += [following] if following in ("(", ")") else [each, *following]
+    found, opened, closed = list[str](), list[int](), 0
+    for each in _SIGNS.findall(text):
+        if len(each) > 1:
+            found.append(each[1])
         elif each == ")" and opened:
-            _close(found, opened.pop())
+            _close(found, opened.pop(), closed)
+            closed = len(found)
         else:
             if each == "(":
                 opened.append(len(found))
@@ -26,14 +31,19 @@ def plain_text(text: str) -> str:
     return "".join(found)
 
 
-def _close(found: list[str], start: int) -> None:
-    """Take the parenthesis of a group away, and its weight. start: of the parenthesis. Raises ValueError for a weight
-    that is not 1."""
-    words, colon, weight = "".join(found[start + 1 :]).rpartition(":")
-    if not colon or not _is_one(weight):
+def _close(found: list[str], start: int, closed: int) -> None:
+    """Take the parenthesis of a group away, and its weight. start: of the parenthesis. closed: end of the last group
+    before, which may be in this one: the weight is behind it, and what is before it is not read again. Raises
+    ValueError for a weight that is not 1, or that no words are before."""
+    if start + 1 == len(found):
+        del found[start:]
+        return
+    _, colon, weight = "".join(found[max(start + 1, closed) :]).rpartition(":")
+    if not colon or not _is_one(weight) or len(found) - len(weight) - 1 == start + 1:
         group = f"{''.join(found[start:]):.40})"
         raise ValueError(f"{group!r} gives words a weight, and they have none here; write \\( for a parenthesis")
-    found[start:] = words
+    del found[len(found) - len(weight) - 1 :]
+    found[start] = ""
 
 
 def _is_one(weight: str) -> bool:

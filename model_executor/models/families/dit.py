@@ -121,14 +121,14 @@ class DiT(TransformerFamily, TimestepFamily):
         generator = torch.Generator("cpu").manual_seed(inputs.seed)
         run = self._sampling.run(inputs.num_inference_steps, inputs.num_denoising_steps)
         height, width = (side // self._vae_scale for side in inputs.mask.shape)
-        noise = self._draw((1, self._latent_channels, height, width), generator)
+        noise = self._draw_noise(inputs, (1, self._latent_channels, height, width), generator)
         latents = pack(self._sampling.pure_noise(noise, run), self.patch)
         return EncodedImage(
             latents=latents,
             condition=latents[:, :0],
             outside=latents[:, :0],
             sigmas=self._sampling.noise_levels(run).to(self._device),
-            state=self._sampling.begin(run, generator),
+            state=self._sampling.begin(run, self._of_steps(inputs, generator)),
         )
 
     # ---------------------------------------------------------------------------------------------------- denoising

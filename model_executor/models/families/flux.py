@@ -131,7 +131,7 @@ class FluxFill(Flux):
             condition=torch.cat([masked, self._pack_mask(mask).to(masked)], dim=1),
             outside=latents.new_empty(len(latents), 0),
             sigmas=sigmas.to(self._device),
-            state=self._sampling.begin(generator),
+            state=self._sampling.begin(self._of_steps(inputs, generator)),
         )
 
     def _initial_latents(self, inputs: ImageInputs, image: Tensor, sigma: Tensor, generator: torch.Generator) -> Tensor:

@@ -144,7 +144,7 @@ class NoisedTemplate(LatentFamily):
             condition=self._beside(self._condition(inputs, clean), self._encoded_references(inputs)),
             outside=torch.cat([clean, noise, self._packed_mask(mask).to(clean)], dim=1),
             sigmas=sigmas,
-            state=self._sampling.begin(generator),
+            state=self._sampling.begin(self._of_steps(inputs, generator)),
         )
 
     def _clean_and_noise(self, inputs: ImageInputs, image: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -232,7 +232,7 @@ class UnetFamily(TimestepFamily):
             condition=pack(condition, TOKEN_SIDE),
             outside=pack(outside, TOKEN_SIDE),
             sigmas=self._sampling.noise_levels(run).to(self._device),
-            state=self._sampling.begin(run, generator),
+            state=self._sampling.begin(run, self._of_steps(inputs, generator)),
         )
 
     def _posterior_sample(

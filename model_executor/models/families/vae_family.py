@@ -327,6 +327,12 @@ class VaeFamily(Family):
         drawn = self._draw((inputs.number, *shape[1:]), generator, dtype)
         return drawn[inputs.index : inputs.index + 1]
 
+    def _of_steps(self, inputs: ImageInputs, generator: torch.Generator) -> torch.Generator:
+        """Draws the noise of the steps. generator: has drawn that of the start. All pictures whose noise one seed draws
+        in turn have it in the same state, so those after the first have their own, as if by the seeds that follow.
+        """
+        return torch.Generator("cpu").manual_seed(inputs.seed + inputs.index) if inputs.index else generator
+
     def _of_template(self, inputs: ImageInputs, generator: torch.Generator) -> torch.Generator:
         """Draws what the VAE samples of the template. generator: draws the noise, afterwards."""
         return torch.Generator("cpu").manual_seed(inputs.seed) if inputs.noise_first else generator

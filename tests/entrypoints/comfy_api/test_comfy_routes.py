@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+import torch
 from comfy_graphs import (
     NEGATIVE,
     PROMPT,
@@ -29,8 +30,11 @@ from comfy_graphs import (
 )
 from fake_engine import MODEL, FakeEngine
 from malformed_comfy_graphs import malformed
+from real_server import until
 
 from core.errors import InvalidImageError, OverloadedError, RunError
+from engine.client.upload import KeptUpload
+from entrypoints.comfy_api import jobs as jobs_module
 from entrypoints.comfy_api import sockets as sockets_module
 from entrypoints.comfy_api.files import Files
 from entrypoints.comfy_api.graph_edits import ReadGraph
@@ -40,6 +44,7 @@ from entrypoints.comfy_api.jobs import Jobs
 from entrypoints.comfy_api.prompt import Prompt
 from entrypoints.comfy_api.sockets import Socket, Sockets
 from entrypoints.openai.app import ServerSettings, create_app
+from entrypoints.openai.guards.request_owners import RequestOwners
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ONE, TWO = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
@@ -96,7 +101,8 @@ def refused(answer: httpx.Response, status: int = 400) -> tuple[str, dict[str, A
 async def test_a_prompt_is_made_and_viewed() -> None:
     engine = engine_of()
     async with serving(engine) as client:
-        id_ = await queue(client, txt2img(), client_id="me", extra_data={"extra_pnginfo": {"x": 1}})
+        extra_data = {"extra_pnginfo": {"x": 1}, "api_key_comfy_org": "a secret, which nobody is shown"}
+        id_ = await queue(client, txt2img(), client_id="me", extra_data=extra_data)
         entry = await history_of(client, id_)
         (node,) = entry["outputs"]
         (image,) = entry["outputs"][node]["images"]
@@ -152,6 +158,31 @@ async def test_all_pictures_of_a_graph_are_made() -> None:
     assert engine.brought[0].nodes == engine.brought[1].nodes
 
 
+async def test_a_prompt_makes_as_many_pictures_as_a_request_may() -> None:
+    draft = Draft()
+    denoiser, clip, vae = draft.checkpoint("sd")
+    told = draft.texts(clip)
+    for seed in (1, 2):
+        latents = draft.sampled(denoiser, told, draft.empty(), seed=seed)
+        draft.add("SaveImage", images=draft.add("VAEDecode", samples=latents, vae=vae), filename_prefix="x")
+    empty = [node for node in draft.nodes.values() if node["class_type"] == "EmptyLatentImage"]
+    for node, number in zip(empty, (5, 6), strict=True):
+        node["inputs"]["batch_size"] = number
+    async with serving(engine_of()) as client:
+        answer = await client.post("/prompt", json={"prompt": draft.nodes})
+    assert "it makes 11 pictures, and may 10" in refused(answer)[0]
+
+
+async def test_seeds_may_have_64_bits() -> None:
+    engine = engine_of()
+    async with serving(engine) as client:
+        await history_of(client, await queue(client, txt2img(seed=2**64 - 5)))
+    seed = engine.last.sampling.seed
+    assert seed == 2**63 - 5
+    noise = [torch.randn(9, generator=torch.Generator().manual_seed(each)) for each in (seed, 2**64 - 5)]
+    assert torch.equal(*noise)
+
+
 async def test_previews_are_made_for_those_who_ask() -> None:
     engine = engine_of()
     async with serving(engine) as client:
@@ -190,8 +221,10 @@ async def test_uploads_are_pictures_and_masks_of_prompts() -> None:
 
 async def test_an_upload_replaces_only_what_it_may() -> None:
     async with serving(engine_of()) as client:
-        names = [(await upload(client, "a.png", PNG + content)).json()["name"] for content in (b"1", b"1", b"2", b"2")]
-        assert names == ["a.png", "a.png", "a (1).png", "a (2).png"]
+        names = [
+            (await upload(client, "a.png", PNG + content)).json()["name"] for content in (b"1", b"1", b"2", b"3", b"2")
+        ]
+        assert names == ["a.png", "a.png", "a (1).png", "a (2).png", "a (1).png"]
         assert (await upload(client, "a.png", PNG + b"3", overwrite="true")).json()["name"] == "a.png"
         view = await client.get("/view", params={"filename": "a.png", "type": "input"})
         assert view.content == PNG + b"3"
@@ -266,9 +299,11 @@ async def test_a_failure_is_told_in_the_history(caplog: pytest.LogCaptureFixture
     assert "it failed on this machine" in caplog.text
 
 
-async def test_what_the_engine_refuses_is_refused_at_once() -> None:
+async def test_what_the_engine_refuses_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of()
     async with serving(engine) as client:
+        noted = list[str]()
+        monkeypatch.setattr(RequestOwners, "note", lambda self, request_id, owner: noted.append(owner))
         engine.entering = OverloadedError("The queue is full.", retry_after=3.0)
         answer = await client.post("/prompt", json={"prompt": txt2img()})
         assert (refused(answer, 503)[0], answer.headers["retry-after"]) == ("The queue is full.", "3")
@@ -281,6 +316,7 @@ async def test_what_the_engine_refuses_is_refused_at_once() -> None:
         engine.is_ready = False
         refused(await client.post("/prompt", json={"prompt": txt2img()}), 503)
         assert (await client.get("/history")).json() == {}
+        assert noted == []
 
 
 @pytest.mark.parametrize(
@@ -335,6 +371,32 @@ async def test_malformed_prompts_are_refused_and_touch_nothing() -> None:
         assert (await client.get("/history")).json() == {}
     assert slowest < 2.0
     assert (engine.edits, engine.brought) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"prompt": {"1": {"class_type": "SaveImage", "inputs": {"images": [' + "[]," * 1_300_000 + "[]]}}}}",
+        '{"prompt": {' + "".join(f'"n{number}": {{}},' for number in range(280_000)) + '"1": {}}}',
+        '{"prompt": {"1": {}}, "extra_data": {' + "".join(f'"{n}":1,' for n in range(380_000)) + '"a": 1}}',
+    ],
+    ids=["values", "nodes", "extra_data"],
+)
+async def test_large_bodies_do_not_keep_others_waiting(text: str) -> None:
+    longest = before = 0.0
+
+    async def beat() -> None:
+        nonlocal longest, before
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.perf_counter() - before)
+
+    async with serving(engine_of()) as client:
+        beating = asyncio.create_task(beat())
+        refused(await client.post("/prompt", content=text.encode()))
+        beating.cancel()
+    assert longest < 0.25  # 1.3 s if all values are read
 
 
 @pytest.mark.parametrize(
@@ -430,7 +492,7 @@ async def test_pictures_can_be_sent_instead_of_kept() -> None:
         *("execution_success", "executing"),
     ]
     assert history.of("")[prompt.prompt_id]
-    assert files.inputs("") == []
+    assert files.new_name("", "x", "output").name == "x_00001_.png"  # none was kept
 
 
 async def test_a_client_that_does_not_keep_up_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,7 +504,7 @@ async def test_a_client_that_does_not_keep_up_is_given_up(monkeypatch: pytest.Mo
         sockets.send_picture("", "me", b"preview", is_preview=True)
         sockets.send_picture("", "me", b"picture", is_preview=False)
         assert [len(await socket.next() or "") > 600, await socket.next()] == [True, b"picture"]
-        assert socket.nbytes == 0
+        assert socket.nbytes == len(b"picture")  # it is being sent
         sockets.send("", "me", "status", {"x": "y" * 1100})
         sockets.send("", "me", "status", {"x": "y"})
         assert await socket.next() is None
@@ -451,6 +513,82 @@ async def test_a_client_that_does_not_keep_up_is_given_up(monkeypatch: pytest.Mo
         assert await first.next() is None
         sockets.send("", "me", "status", {})
         assert second.nbytes > 0
+
+
+async def test_clients_that_wait_with_most_are_given_up_when_there_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets_module, "MAX_WAITING_IN_ALL", 1000)
+    sockets = Sockets()
+    with sockets.open("one", "a") as large, sockets.open("one", "b") as small, sockets.open("two", "a") as other:
+        for _ in range(2):
+            sockets.send_picture("one", "a", bytes(250), is_preview=False)
+        sockets.send_picture("one", "b", bytes(100), is_preview=False)
+        sockets.send_picture("two", "a", bytes(390), is_preview=False)
+        assert len(await large.next() or b"") == 250  # and this is still being sent
+        sockets.send_picture("two", "a", bytes(90), is_preview=False)
+        assert [each.given_up.is_set() for each in (large, small, other)] == [True, False, False]
+        assert not sockets.listens("one", "a")
+        sockets.send_picture("two", "a", bytes(420), is_preview=False)
+        assert other.nbytes == 900
+    with sockets.open("one", "a"):
+        sockets.send_picture("one", "a", bytes(999), is_preview=False)
+        assert sockets.listens("one", "a")
+
+
+async def test_pictures_are_only_put_together_for_clients_that_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once for all nodes that send them."""
+    made = list[KeptUpload]()
+
+    async def message_of(picture: KeptUpload) -> bytes:
+        made.append(picture)
+        return b"picture"
+
+    monkeypatch.setattr(jobs_module, "_message_of", message_of)
+    sockets, history = Sockets(), History()
+    jobs = Jobs(engine_of(), Files(), history, sockets, lambda *_: None)  # type: ignore[arg-type]
+    graph = txt2img()
+    for node in ("9", "10", "11"):
+        graph[node] = {"class_type": "SaveImageWebsocket", "inputs": {"images": ["8", 0]}}
+    prompt = Prompt.of(json.dumps({"prompt": graph, "client_id": "me"}))
+    with sockets.open("", "me") as socket:
+        await jobs.admit(Job("", prompt, 0, ReadGraph.of(prompt.graph), {}))
+        assert [each for each in await told_by(socket) if each == b"picture"] == [b"picture"] * 3
+    assert len(made) == 1
+    await jobs.admit(Job("", prompt, 0, ReadGraph.of(prompt.graph), {}))
+    await until(lambda: not jobs.num_left(""))
+    assert len(made) == 1
+
+
+async def test_a_prompt_that_is_taken_out_of_the_queue_is_over_for_its_client() -> None:
+    engine, sockets, history = engine_of(), Sockets(), History()
+    engine.gate.clear()
+    engine.has_begun = False
+    jobs = Jobs(engine, Files(), history, sockets, lambda *_: None)  # type: ignore[arg-type]
+    prompt = Prompt.of(json.dumps({"prompt": txt2img(), "client_id": "me"}))
+    with sockets.open("", "me") as socket:
+        await jobs.admit(Job("", prompt, 0, ReadGraph.of(prompt.graph), {}))
+        await jobs.delete(jobs.of("")[1])
+        told = [json.loads(message)["type"] for message in await told_by(socket)]
+    assert told[-2:] == ["execution_interrupted", "executing"]
+    assert history.of("") == {}
+
+
+async def test_bodies_that_wait_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    engine.gate.clear()
+    most = 2 * len(json.dumps(txt2img(), separators=(",", ":")) + "{}") - 1
+    async with serving(engine, "one", "two") as client:
+        id_ = await queue(client, txt2img(), ONE, ignored="x" * 100_000)
+        listed = (await client.get("/queue", headers=ONE)).json()["queue_running"]
+        monkeypatch.setattr(jobs_module, "MAX_QUEUED_BYTES_OF_OWNER", most)
+        refused(await client.post("/prompt", json={"prompt": txt2img()}, headers=ONE), 503)
+        other = await queue(client, txt2img(), TWO)
+        monkeypatch.setattr(jobs_module, "MAX_QUEUED_BYTES", most)
+        refused(await client.post("/prompt", json={"prompt": txt2img()}, headers=TWO), 503)
+        engine.gate.set()
+        await history_of(client, other, TWO)
+        await history_of(client, id_, ONE)
+        await queue(client, txt2img(), ONE)
+    assert [item[1] for item in listed] == [id_]
 
 
 async def test_a_large_graph_is_served_quickly_and_told_whole() -> None:

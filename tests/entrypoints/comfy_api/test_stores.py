@@ -30,7 +30,7 @@ def test_the_oldest_of_an_owner_go_first() -> None:
     assert store.get("two", "d") is None
 
 
-def test_the_oldest_of_all_go_when_there_are_too_many() -> None:
+def test_who_has_most_makes_room_when_there_is_too_much() -> None:
     store: OwnedStore[str, int] = OwnedStore(StoreLimits(number=10, nbytes=10, number_in_all=4, nbytes_in_all=12))
     for owner in ("one", "two"):
         for key in "ab":
@@ -41,12 +41,39 @@ def test_the_oldest_of_all_go_when_there_are_too_many() -> None:
     assert [keys(store, owner) for owner in ("one", "two", "three")] == [[], ["b"], ["b"]]
 
 
+def test_an_owner_with_little_keeps_it() -> None:
+    store: OwnedStore[str, int] = OwnedStore(StoreLimits(number=10, nbytes=10, number_in_all=10, nbytes_in_all=12))
+    for owner, key, nbytes in (("little", "a", 1), ("much", "a", 6), ("much", "b", 4), ("new", "a", 3)):
+        assert store.put(owner, key, 1, nbytes)
+    assert [keys(store, owner) for owner in ("little", "much", "new")] == [["a"], ["b"], ["a"]]
+
+
+def test_what_is_used_counts_as_new() -> None:
+    store: OwnedStore[str, int] = OwnedStore(StoreLimits(number=2, nbytes=9, number_in_all=9, nbytes_in_all=9))
+    for key in "ab":
+        store.put("one", key, 1, nbytes=1)
+    assert (store.use("one", "a"), store.use("one", "c"), store.use("two", "a")) == (1, None, None)
+    store.put("one", "c", 1, nbytes=1)
+    assert keys(store, "one") == ["a", "c"]
+
+
+def test_pictures_that_are_made_push_no_uploads_out() -> None:
+    files = Files(StoreLimits(number=2, nbytes=9, number_in_all=9, nbytes_in_all=9))
+    upload, file = FileName("a.png", "", "input"), StoredFile(KeptUpload([b"x"]))
+    files.put("one", upload, file)
+    for _ in range(5):
+        files.put("one", files.new_name("one", "x", "output"), file)
+    assert files.find("one", upload) is file
+
+
 def test_what_is_too_large_for_an_owner_is_not_kept() -> None:
     store: OwnedStore[str, int] = OwnedStore(StoreLimits(number=10, nbytes=10, number_in_all=10, nbytes_in_all=10))
-    store.put("one", "a", 1, nbytes=11)
-    assert keys(store, "one") == []
-    store.put("one", "a", 1, nbytes=10)
-    assert keys(store, "one") == ["a"]
+    assert store.put("one", "a", 1, nbytes=2)
+    assert store.put("one", "b", 1, nbytes=2)
+    assert not store.put("one", "a", 2, nbytes=11)
+    assert (keys(store, "one"), store.get("one", "a")) == (["a", "b"], 1)
+    assert store.put("one", "c", 1, nbytes=10)
+    assert keys(store, "one") == ["c"]
 
 
 def test_a_history_is_shown_from_its_end_or_from_a_place() -> None:
@@ -93,15 +120,27 @@ def test_names_stay_in_their_folder(text: str) -> None:
         FileName.of("a.png", folder="models")
 
 
+@pytest.mark.parametrize("subfolder", ["a/b", "a//b", "./a/b/", "/a/./b"])
+def test_a_subfolder_has_one_name(subfolder: str) -> None:
+    assert FileName.of("x.png", subfolder).subfolder == "a/b"
+
+
 def test_a_name_that_is_taken_gets_a_number() -> None:
-    files, file = Files(), StoredFile(KeptUpload([b"x"]))
+    files, file, other = Files(), StoredFile(KeptUpload([b"x"])), StoredFile(KeptUpload([b"y"]))
     for name in ("a.png", "a", "a.b.png"):
         wanted = FileName(name, "", "input")
-        assert files.free_name("one", wanted) == wanted
+        assert files.free_name("one", wanted, file) == wanted
         files.put("one", wanted, file)
-        assert files.free_name("two", wanted) == wanted
-    names = [files.free_name("one", FileName(name, "", "input")).name for name in ("a.png", "a", "a.b.png")]
+        assert files.free_name("two", wanted, file) == wanted
+    names = [files.free_name("one", FileName(name, "", "input"), other).name for name in ("a.png", "a", "a.b.png")]
     assert names == ["a (1).png", "a (1)", "a.b (1).png"]
+    files.put("one", FileName("a (1).png", "", "input"), other)
+    assert files.free_name("one", FileName("a.png", "", "input"), other).name == "a (1).png"  # it is kept already
+    assert files.free_name("one", FileName("a.png", "", "input"), StoredFile(file.content, other)).name == "a (2).png"
+    long = FileName.of("a" * 251 + ".png", "", "input")
+    files.put("one", long, file)
+    with pytest.raises(InvalidRequestError):
+        files.free_name("one", long, other)
     assert files.new_name("one", "sub/x", "output") == FileName("x_00001_.png", "sub", "output")
     assert files.new_name("one", "x", "output") == FileName("x_00002_.png", "", "output")
     assert files.new_name("two", "x", "temp") == FileName("x_00001_.png", "", "temp")

@@ -20,6 +20,7 @@ from core.errors import ConfigError, InvalidRequestError
 from core.ipc.shared_array import Arena
 from model_executor.checkpoint.describe import describe
 from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.models.base import ImageInputs
 from model_executor.models.registry import make_family
 from model_executor.models.transformer.dit_transformer import DiTTransformer
 from model_executor.worker.loading.resident import ResidentModels
@@ -183,3 +184,16 @@ def test_dit_s_2_has_its_published_size() -> None:
     embeddings = sum(p.numel() for block in module.transformer_blocks[1:] for p in block.norm1.emb.parameters())
     assert 32.5e6 < sum(p.numel() for p in module.parameters()) - embeddings < 33.5e6
     assert DiTTransformer(module, 1000).num_pages == 12
+
+
+def test_pictures_of_a_batch_have_the_noise_that_one_seed_draws_in_turn(rig: Rig) -> None:
+    picture = torch.zeros(SIDE, SIDE, 3, dtype=torch.uint8)
+    counts = {"num_inference_steps": 4, "num_denoising_steps": 4}
+    with torch.inference_mode():
+        first, second = (
+            rig.family.encode_image(
+                ImageInputs(template=picture, mask=picture[..., 0], seed=3, index=index, number=2, **counts)
+            ).latents
+            for index in range(2)
+        )
+    assert not torch.equal(first, second)

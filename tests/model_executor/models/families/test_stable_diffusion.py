@@ -114,6 +114,20 @@ def test_every_sampler_equals_the_pipeline(
     rig.pages.close()
 
 
+def test_pictures_of_a_batch_share_no_noise_of_their_steps(tmp_path: Path, arena: Arena) -> None:
+    rig = make_rig(make_sd, tmp_path / "sd", arena, scheduler_class=EulerAncestralDiscreteScheduler)
+    picture = torch.zeros(64, 64, 3, dtype=torch.uint8)
+    counts = {"num_inference_steps": 4, "num_denoising_steps": 4}
+    with torch.inference_mode():
+        inputs = [
+            ImageInputs(template=picture, mask=picture[..., 0], seed=3, index=index, number=3, **counts)
+            for index in range(3)
+        ]
+        states = [rig.family.encode_image(each).state[-1] for each in inputs]
+    assert not any(torch.equal(states[a], states[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
+    rig.pages.close()
+
+
 @pytest.mark.filterwarnings("ignore:The configuration file of this scheduler:FutureWarning")
 @pytest.mark.parametrize("scheduler_class", [DDIMScheduler, PNDMScheduler])
 def test_an_old_schedulers_configuration_is_corrected_as_in_the_pipeline(
