@@ -269,12 +269,12 @@ class AsyncEngine:
             raise InvalidRequestError("Invalid 'lora': an adapter of this request was unloaded.", param="lora")
 
     def _check_workflow(self, choice: ModelChoice) -> None:
-        """Check likewise that the workflow is served which the choice was made for. Raises ModelNotFoundError if it was
-        deleted, OverloadedError if it was replaced.
+        """Check likewise that the workflow is served which the choice was made for, unless the request has brought it.
+        Raises ModelNotFoundError if it was deleted, OverloadedError if it was replaced.
         """
         name, served = choice.model.workflow, self._served
         title = name.partition("@")[0]
-        if name == title or name in served.added.values():
+        if name == title or name in served.added.values() or self._brought.has(name):
             return
         if title not in served.added:
             raise ModelNotFoundError(title)

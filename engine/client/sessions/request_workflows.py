@@ -45,6 +45,10 @@ class RequestWorkflows:
             self._num_users[named.name] -= 1
             self._services.sessions.run_in_background(self._forget_old())
 
+    def has(self, name: str) -> bool:
+        """Whether engines have a workflow under this name that a request has brought."""
+        return name in self._num_users
+
     async def _take(self, workflow: Workflow) -> None:
         """Count a user of a workflow, which engines then have."""
         async with self._changing:
