@@ -93,6 +93,24 @@ def test_sums_of_numbers_of_any_size_have_the_same_bits(kernels: Kernels, portab
         assert (each.narrow_linear(tiny, pack(torch.ones(16, 64).bfloat16(), LANES), None) == 0).all()
 
 
+def test_denormal_numbers_count_as_zeros_everywhere(kernels: Kernels, portable: Kernels) -> None:
+    """As numbers that are read, and as results."""
+    tiny, root = torch.full((64,), 1e-39).bfloat16(), torch.full((1, 64), 2.0**-63).bfloat16()
+    weight, x, least = pack((torch.eye(64) * 2.0**-63).bfloat16()), draw(1, 64), torch.full((1, 64), 2.0**-126)
+    page, scale = torch.full((2, 1, 1, 64), 100, dtype=torch.int8), torch.full((2, 1, 1, 1), 1e-41)
+    rotary = torch.full((1, 1, 1, 32), 1e-39, dtype=torch.complex64)
+    for each in (kernels, portable):
+        normed, added, out = torch.empty_like(x), torch.zeros_like(x), torch.empty(2, 1, 1, 64, dtype=torch.bfloat16)
+        assert torch.equal(each.linear(root, weight, -tiny, gelu=False).float(), least)
+        each.norm(x, 1e-6, tiny, None, normed)
+        each.add_gated_(added, root, root[0] / 2, None)
+        each.read(page, scale, None, None, out)
+        turned = x.clone().view(1, 1, 1, 64)
+        each.normalise_and_rotate_(turned, rotary, 1e-6, torch.ones(1, 1, 64))
+        assert all((result == 0).all() for result in (normed, added, out, turned))
+    assert (torch.tensor([1e-39]) > 0).all(), "elsewhere they are what they were"
+
+
 def test_narrow_linear(kernels: Kernels) -> None:
     x, weight, scale = draw(27, 300), draw(32, 300), torch.rand(27)
     out = kernels.narrow_linear(x, pack(weight, LANES), scale)
