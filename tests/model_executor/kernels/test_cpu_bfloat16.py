@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.page_scheme import PageLayout
 from model_executor.cpu import cpu_features
 from model_executor.kernels import cpu_kernels as module
 from model_executor.kernels.attention import normalise_and_rotate_
@@ -27,6 +28,7 @@ from model_executor.kernels.cpu_kernels import (
     can_rotate,
     pack,
 )
+from model_executor.page_cache.pages import PageEntry, Pages
 
 CLOSE = 2**-8
 """Relative: rounding to bfloat16 changes a number by half of it at most."""
@@ -212,6 +214,30 @@ def test_read(kernels: Kernels, portable: Kernels, has_far: bool, heads: tuple[i
     assert (room[:, :, :4] == 7.0).all()
     portable.read(near, near_scale, far_page, its_scale, other[:, :, 4:])
     assert same_bits(other, room)
+
+
+def test_pages_are_read_into_any_memory_order(kernels: Kernels) -> None:
+    """Also into tensors that the kernel cannot write to."""
+    layout = PageLayout(num_blocks=1, num_heads=3, head_dim=32, dtype="int8")
+    near = torch.empty(layout.entry_bytes(13), dtype=torch.uint8)
+    PageEntry(near, layout, 13).write(0, draw(2, 3, 13, 32))
+    reader = Pages(layout, 13, near, None, 0.0).open(kernels)
+    reader.read(0, expected := torch.empty(2, 3, 13, 32, dtype=torch.bfloat16))
+    for order in ((0, 2, 1, 3), (1, 0, 2, 3), (0, 1, 3, 2)):
+        out = torch.empty([expected.shape[n] for n in order], dtype=torch.bfloat16).permute(order)
+        assert not can_read(out)
+        reader.read(0, out)
+        assert torch.equal(out, expected)
+
+
+def test_numbers_of_several_dtypes_are_refused(kernels: Kernels) -> None:
+    """Not read as if they were of one."""
+    x, weight = draw(2, 64), draw(64, 64)
+    for operands in ((x.float(), pack(weight), draw(64)), (x, pack(weight), torch.zeros(64))):
+        with pytest.raises(TypeError, match=r"torch\.float32.*torch\.bfloat16|torch\.bfloat16.*torch\.float32"):
+            kernels.linear(*operands, gelu=False)
+    with pytest.raises(TypeError):
+        kernels.narrow_linear(x.float(), pack(weight, LANES), None)
 
 
 def test_with_amx_products_are_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
