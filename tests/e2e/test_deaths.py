@@ -13,7 +13,20 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from fault_kit import EDITS, assert_alike, begin, count, ends, finals, make_input, processes, run, run_each, start, until
+from fault_kit import (
+    EDITS,
+    assert_alike,
+    begin,
+    count,
+    ends,
+    finals,
+    make_input,
+    processes,
+    run,
+    run_each,
+    start,
+    until,
+)
 from forked_processes import ForkedLauncher
 
 from core import restarts
