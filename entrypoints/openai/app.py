@@ -360,6 +360,7 @@ def _model_object(engine: AsyncEngine, name: str, created: int) -> dict[str, Any
         "owned_by": "stencil",
         "parent": model.parent or None,
         "modality": model.modality,
+        "dtype": model.dtype,
         "num_classes": model.num_classes,
         "class_names": model.class_names,
         "selects_by": list(model.selects_by),

@@ -1,9 +1,10 @@
 /* The denoiser's products, attention, norms and pages in bfloat16; a part of cpu_kernels.c.
  *
  * Numbers are multiplied in pairs: `dot` adds the product of the odd numbers to a float32 sum, then that of the even
- * ones, each with one rounding to nearest. So do AVX512-BF16's instruction and the code for CPUs without it, which both
- * take denormal numbers for zeros: their bits are the same. A number of a result is the sum over pairs in their order,
- * whatever the number of rows, and is rounded to bfloat16 once, after bias, additions and activation.
+ * ones, each with one rounding to nearest. So do AVX512-BF16's instruction and the code for CPUs without it. That
+ * instruction takes denormal numbers for zeros, as does the one that rounds; here all computing does, so that bits are
+ * the same with and without AVX512-BF16. A number of a result is the sum over pairs in their order, whatever the number
+ * of rows, and is rounded to bfloat16 once, after bias, additions and activation.
  */
 
 typedef uint16_t half;
@@ -27,23 +28,14 @@ static inline vec dot(vec sum, pairs x, pairs y) {
 static inline pairs load_pairs(const half *p) { return *(const pairs *)p; }
 static inline pairs both(const half *p) { return (pairs)_mm512_set1_epi32(*(const pair *)p); }
 
-/* Without AVX512-BF16, have denormal numbers taken for zeros until `end_products` gets the result. */
-static inline unsigned begin_products(void) {
-#ifdef __AVX512BF16__
-    return 0;
-#else
+/* Have denormal numbers, read or computed, taken for zeros until `end_computing` gets the result. */
+static inline unsigned begin_computing(void) {
     unsigned before = _mm_getcsr();
     _mm_setcsr(before | 0x8040);
     return before;
-#endif
 }
 
-static inline void end_products(unsigned before) {
-#ifndef __AVX512BF16__
-    _mm_setcsr(before);
-#endif
-    (void)before;
-}
+static inline void end_computing(unsigned before) { _mm_setcsr(before); }
 
 static inline vec widen_some(const half *p, __mmask16 some) {
     return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, p)), 16);
@@ -113,7 +105,7 @@ static void half_finish(int m, const float *sums, const half *bias, int gelu, in
 void stencil_half_linear(const half *x, long x_step, int inputs, const half *weight, const half *bias, int outputs,
                          int gelu, const Piece *pieces, int num_pieces, const Addition *additions, float *room,
                          half *out, long out_step) {
-    unsigned before = begin_products();
+    unsigned before = begin_computing();
     float whole[ROWS * PANEL];
     for (int n = 0; n < outputs; n += PANEL) {
         int columns = outputs - n < PANEL ? outputs - n : PANEL;
@@ -133,7 +125,7 @@ void stencil_half_linear(const half *x, long x_step, int inputs, const half *wei
                 }
         }
     }
-    end_products(before);
+    end_computing(before);
 }
 
 #define DEFINE_HALF_NARROW(M)                                                                                          \
@@ -168,14 +160,14 @@ static const HalfNarrow half_narrows[] = {
 /* As stencil_narrow_linear: x and weight in bfloat16. weight: [outputs / LANES, inputs / 2, LANES, 2]. */
 void stencil_half_narrow_linear(const half *x, long x_step, int rows, int inputs, const half *weight, int outputs,
                                 const float *scale, float *out) {
-    unsigned before = begin_products();
+    unsigned before = begin_computing();
     for (int r = 0; r < rows; r += NARROW_ROWS) {
         int m = rows - r < NARROW_ROWS ? rows - r : NARROW_ROWS;
         for (int n = 0; n < outputs; n += LANES)
             half_narrows[m](x + r * x_step, x_step, inputs, weight + (long)n * inputs, scale ? scale + r : 0,
                             out + (long)r * outputs + n, outputs);
     }
-    end_products(before);
+    end_computing(before);
 }
 
 /* ---------------------------------------------------------------------------------------------------- attention */
@@ -299,7 +291,7 @@ static void turn_queries(const half *rows, long query_step, int count, int step,
  * (keys + 1) * width + 3 * QUERIES * width + 4 * (TILE_KEYS + MOST_KEYS) * QUERIES numbers of bfloat16 to work in. */
 void stencil_half_attend(const half *query, long query_step, int queries, int heads, int width, float scale,
                          const half *key, const half *value, int keys, half *room, half *out, long out_step) {
-    unsigned before = begin_products();
+    unsigned before = begin_computing();
     half *paired = room, *turned = paired + (long)(keys + 1) / 2 * 2 * width, *weights = turned + QUERIES * width;
     float *sums = (float *)(weights + TILE_KEYS * QUERIES), *scores = sums + QUERIES * width + MOST_KEYS * QUERIES;
     Softmax soft;
@@ -325,7 +317,7 @@ void stencil_half_attend(const half *query, long query_step, int queries, int he
                     narrow(out + (begin + q) * out_step + h * width + d, load(sums + q * width + d) / soft.total[q]);
         }
     }
-    end_products(before);
+    end_computing(before);
 }
 
 /* -------------------------------------------------------------------------------------------------------- norms */
@@ -345,6 +337,7 @@ static inline float inverse_deviation(const half *x, int width, float mean, floa
 /* As stencil_normalise_and_rotate, in bfloat16; rounded once. */
 void stencil_half_normalise_and_rotate(half *x, long step, int tokens, int heads, int width, float eps,
                                        const float *weight, const float *rotary) {
+    unsigned before = begin_computing();
     for (int t = 0; t < tokens; t++, x += step, rotary += width)
         for (int h = 0; h < heads; h++) {
             half *head = x + h * width;
@@ -352,12 +345,14 @@ void stencil_half_normalise_and_rotate(half *x, long step, int tokens, int heads
             for (int d = 0; d < width; d += LANES)
                 narrow(head + d, rotated(widen(head + d) * scale * load(weight + h * width + d), load(rotary + d)));
         }
+    end_computing(before);
 }
 
 /* Layer norm of each row, times factor, plus shift; without shift a root-mean-square norm, times factor. x, out: [rows,
  * width], contiguous; factor, shift: [width], a multiple of LANES. */
 void stencil_half_norm(const half *x, long rows, int width, float eps, const half *factor, const half *shift,
                        half *out) {
+    unsigned before = begin_computing();
     for (long r = 0; r < rows; r++, x += width, out += width) {
         vec total = all(0);
         for (int d = 0; shift && d < width; d += LANES) total += widen(x + d);
@@ -367,16 +362,19 @@ void stencil_half_norm(const half *x, long rows, int width, float eps, const hal
             narrow(out + d, shift ? y + widen(shift + d) : y);
         }
     }
+    end_computing(before);
 }
 
 /* x += gate * y, or gate * the root-mean-square norm of y if eps is not negative. x, y: [rows, width], contiguous; gate:
  * [width], a multiple of LANES. */
 void stencil_half_add_gated(half *x, const half *y, long rows, int width, const half *gate, float eps) {
+    unsigned before = begin_computing();
     for (long r = 0; r < rows; r++, x += width, y += width) {
         float scale = eps < 0 ? 1 : inverse_deviation(y, width, 0, eps);
         for (int d = 0; d < width; d += LANES)
             narrow(x + d, widen(x + d) + widen(gate + d) * (widen(y + d) * scale));
     }
+    end_computing(before);
 }
 
 /* ----------------------------------------------------------------------------------------------------------- pages */
@@ -388,6 +386,7 @@ static inline vec widen_bytes(const int8_t *p) {
 /* As stencil_interpolate, rounded to bfloat16; far: 0 for near_scale * near alone. width: a multiple of LANES. */
 void stencil_half_interpolate(const int8_t *near, const float *near_scale, const int8_t *far, const float *far_scale,
                               int groups, int tokens, int width, half *out, long group_step) {
+    unsigned before = begin_computing();
     for (int g = 0; g < groups; g++)
         for (int t = 0; t < tokens; t++) {
             long place = (long)g * tokens + t;
@@ -401,4 +400,5 @@ void stencil_half_interpolate(const int8_t *near, const float *near_scale, const
                 narrow(row + d, number);
             }
         }
+    end_computing(before);
 }

@@ -8,10 +8,15 @@
 #include <math.h>
 #include <stdint.h>
 
+/* All parts that PyTorch asks for where it names a CPU's instruction set AVX512, and so does cpu_kernels.py. */
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define HAS_AVX512
+#endif
+
 /* -------------------------------------------------------------------------------------------------- reading pages */
 
 /* Which product is added without being rounded first; with AVX2, as in PyTorch. */
-#ifdef __AVX512F__
+#ifdef HAS_AVX512
 #define BETWEEN(x, near, y, far) __builtin_fmaf(x, near, (y) * (far))
 #else
 #define BETWEEN(x, near, y, far) __builtin_fmaf(y, far, (x) * (near))
@@ -28,7 +33,7 @@ void stencil_interpolate(const int8_t *near, const float *near_scale, const int8
         }
 }
 
-#ifdef __AVX512F__
+#ifdef HAS_AVX512
 
 #define LANES 16
 #define PANEL 64   /* output columns at a time: four vectors */

@@ -3,7 +3,7 @@ denoiser's products and attention, its norms in bfloat16, and the VAE's group no
 
 In a step of few tokens, calling oneDNN takes more time than some of its products, and so does waiting for weights from
 memory. And oneDNN's attention keeps scores in memory. The kernels are compiled with the machine's C compiler when they
-are first needed, in about a second, and kept for later processes (`compiled_library.py`).
+are first needed, in about two seconds, and kept for later processes (`compiled_library.py`).
 Without a compiler, or with more than one thread, PyTorch computes instead, and with AMX oneDNN multiplies bfloat16;
 results differ by rounding.
 """
@@ -157,7 +157,9 @@ class Kernels(PageKernels):
     ) -> Tensor:
         """x [rows, in] times weight, as `pack` returns it, plus bias [out]; gelu applies the tanh approximation to the
         result. All in float32 or in bfloat16, see `can_multiply`. pieces: all rows, in order, with what is added to
-        each before that; (): nothing. out: [rows, out] with contiguous rows, to write to; None: a new tensor."""
+        each before that; (): nothing. out: [rows, out] with contiguous rows, to write to; None: a new tensor. Raises
+        TypeError for several dtypes, of which C would read memory that is not theirs."""
+        _check_dtypes(x, weight, bias)
         x = x if x.stride(1) == 1 else x.contiguous()
         (rows, inputs), outputs = x.shape, len(bias)
         out = x.new_empty(rows, outputs) if out is None else out
@@ -174,7 +176,8 @@ class Kernels(PageKernels):
     def narrow_linear(self, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
         """x [rows, in] times weight, as `pack` returns it for panels of LANES, each row times its scale, float32
         [rows]: float32 [rows, outputs]. x, weight: both in float32 or in bfloat16. For a few tens of outputs, for which
-        `linear` would read x and write the result too often."""
+        `linear` would read x and write the result too often. Raises TypeError as `linear`."""
+        _check_dtypes(x, weight)
         x = x if x.stride(1) == 1 else x.contiguous()
         (rows, inputs), outputs = x.shape, len(weight) * LANES
         out, factors = torch.empty(rows, outputs, dtype=torch.float32), None if scale is None else scale.data_ptr()
@@ -287,6 +290,11 @@ def pack(weight: Tensor, panel: int = PANEL) -> Tensor:
     return whole.view(-1, panel, weight.shape[1] // together, together).transpose(1, 2).flatten(2).contiguous()
 
 
+def _check_dtypes(x: Tensor, *others: Tensor) -> None:
+    if any(each.dtype != x.dtype for each in others):
+        raise TypeError(f"a product of {', '.join(str(each.dtype) for each in (x, *others))}")
+
+
 def _tables(pieces: Sequence[Piece]) -> tuple[Any, Any]:
     """The pieces and their additions as `stencil_linear` reads them. Their tensors must outlive the call."""
     table, additions = (_Piece * len(pieces))(), [each for _, _, its in pieces for each in its]
@@ -311,7 +319,9 @@ def can_multiply(dtype: torch.dtype, inputs: int, outputs: int) -> bool:
 
 def can_read(out: Tensor) -> bool:
     """Whether `Kernels.read` can write to this tensor, [2, heads, tokens, head dim]."""
-    return out.dtype == torch.bfloat16 and out.shape[3] % LANES == 0
+    _, heads, _, width = out.shape
+    is_packed = out.stride()[2:] == (width, 1) and out.stride(0) == heads * out.stride(1)
+    return out.dtype == torch.bfloat16 and width % LANES == 0 and is_packed
 
 
 def can_rotate(x: Tensor) -> bool:

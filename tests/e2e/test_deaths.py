@@ -13,7 +13,20 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from fault_kit import EDITS, assert_alike, begin, count, ends, make_input, processes, run, run_each, start, until
+from fault_kit import (
+    EDITS,
+    assert_alike,
+    begin,
+    count,
+    ends,
+    finals,
+    make_input,
+    processes,
+    run,
+    run_each,
+    start,
+    until,
+)
 from forked_processes import ForkedLauncher
 
 from core import restarts
@@ -78,7 +91,9 @@ async def test_after_a_death_every_request_ends_with_the_picture_of_an_undisturb
         await asyncio.sleep(0.1)
         processes(kind)[0].kill()
         await until(lambda: not engine.is_ready)
-        assert_alike(await ends(tasks), expected)
+        told = await ends(tasks)
+        assert_alike(told, expected)
+        assert finals(told) == finals(expected), "to the last bit, in the dtype that `auto` is"
         await until(lambda: engine.is_ready)
     assert await run(engine, "later", EDITS["r0"]) == expected["r0"], "the new engine paints the same"
     assert (count(engine, "rank_restarts"), count(engine, "engine_restarts")) == (1, 1)

@@ -171,6 +171,12 @@ async def test_ready_models_and_metrics(client: httpx.AsyncClient) -> None:
     assert "stencil:request_success_total" in (await client.get("/metrics")).text
 
 
+async def test_models_tell_the_dtype_that_they_compute_in(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.models["half"] = msgspec.structs.replace(MODEL, name="half", dtype="bfloat16")
+    data = (await client.get("/v1/models")).json()["data"]
+    assert [model["dtype"] for model in data] == ["float32", "bfloat16"]
+
+
 async def test_models_tell_how_masks_are_asked_for(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.models["sam"] = msgspec.structs.replace(MODEL, name="sam", selects_by=("points", "box"))
     data = (await client.get("/v1/models")).json()["data"]

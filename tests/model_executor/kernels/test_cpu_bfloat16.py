@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.page_scheme import PageLayout
 from model_executor.cpu import cpu_features
 from model_executor.kernels import cpu_kernels as module
 from model_executor.kernels.attention import normalise_and_rotate_
@@ -27,6 +28,7 @@ from model_executor.kernels.cpu_kernels import (
     can_rotate,
     pack,
 )
+from model_executor.page_cache.pages import PageEntry, Pages
 
 CLOSE = 2**-8
 """Relative: rounding to bfloat16 changes a number by half of it at most."""
@@ -91,6 +93,24 @@ def test_sums_of_numbers_of_any_size_have_the_same_bits(kernels: Kernels, portab
     assert (tiny > 0).all()
     for each in (kernels, portable):
         assert (each.narrow_linear(tiny, pack(torch.ones(16, 64).bfloat16(), LANES), None) == 0).all()
+
+
+def test_denormal_numbers_count_as_zeros_everywhere(kernels: Kernels, portable: Kernels) -> None:
+    """As numbers that are read, and as results."""
+    tiny, root = torch.full((64,), 1e-39).bfloat16(), torch.full((1, 64), 2.0**-63).bfloat16()
+    weight, x, least = pack((torch.eye(64) * 2.0**-63).bfloat16()), draw(1, 64), torch.full((1, 64), 2.0**-126)
+    page, scale = torch.full((2, 1, 1, 64), 100, dtype=torch.int8), torch.full((2, 1, 1, 1), 1e-41)
+    rotary = torch.full((1, 1, 1, 32), 1e-39, dtype=torch.complex64)
+    for each in (kernels, portable):
+        normed, added, out = torch.empty_like(x), torch.zeros_like(x), torch.empty(2, 1, 1, 64, dtype=torch.bfloat16)
+        assert torch.equal(each.linear(root, weight, -tiny, gelu=False).float(), least)
+        each.norm(x, 1e-6, tiny, None, normed)
+        each.add_gated_(added, root, root[0] / 2, None)
+        each.read(page, scale, None, None, out)
+        turned = x.clone().view(1, 1, 1, 64)
+        each.normalise_and_rotate_(turned, rotary, 1e-6, torch.ones(1, 1, 64))
+        assert all((result == 0).all() for result in (normed, added, out, turned))
+    assert (torch.tensor([1e-39]) > 0).all(), "elsewhere they are what they were"
 
 
 def test_narrow_linear(kernels: Kernels) -> None:
@@ -194,6 +214,30 @@ def test_read(kernels: Kernels, portable: Kernels, has_far: bool, heads: tuple[i
     assert (room[:, :, :4] == 7.0).all()
     portable.read(near, near_scale, far_page, its_scale, other[:, :, 4:])
     assert same_bits(other, room)
+
+
+def test_pages_are_read_into_any_memory_order(kernels: Kernels) -> None:
+    """Also into tensors that the kernel cannot write to."""
+    layout = PageLayout(num_blocks=1, num_heads=3, head_dim=32, dtype="int8")
+    near = torch.empty(layout.entry_bytes(13), dtype=torch.uint8)
+    PageEntry(near, layout, 13).write(0, draw(2, 3, 13, 32))
+    reader = Pages(layout, 13, near, None, 0.0).open(kernels)
+    reader.read(0, expected := torch.empty(2, 3, 13, 32, dtype=torch.bfloat16))
+    for order in ((0, 2, 1, 3), (1, 0, 2, 3), (0, 1, 3, 2)):
+        out = torch.empty([expected.shape[n] for n in order], dtype=torch.bfloat16).permute(order)
+        assert not can_read(out)
+        reader.read(0, out)
+        assert torch.equal(out, expected)
+
+
+def test_numbers_of_several_dtypes_are_refused(kernels: Kernels) -> None:
+    """Not read as if they were of one."""
+    x, weight = draw(2, 64), draw(64, 64)
+    for operands in ((x.float(), pack(weight), draw(64)), (x, pack(weight), torch.zeros(64))):
+        with pytest.raises(TypeError, match=r"torch\.float32.*torch\.bfloat16|torch\.bfloat16.*torch\.float32"):
+            kernels.linear(*operands, gelu=False)
+    with pytest.raises(TypeError):
+        kernels.narrow_linear(x.float(), pack(weight, LANES), None)
 
 
 def test_with_amx_products_are_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from core.page_scheme import PageLayout
+from model_executor.cpu import cpu_features
 from model_executor.kernels import cpu_kernels as module
+from model_executor.kernels.compiled_library import compiled_library
 from model_executor.kernels.cpu_kernels import Kernels, PageKernels, best_kernels, best_page_kernels
 from model_executor.kernels.linear import plain_linear
 from model_executor.kernels.operators import Operators
@@ -39,6 +45,18 @@ def test_machines_without_either_have_none(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("width", [1, 7, 8, 16, 24, 64, 67, 128])
 @pytest.mark.parametrize("tokens", [1, 2, 13, 64])
 def test_interpolation_rounds_once_less(kernels: PageKernels, tokens: int, width: int) -> None:
+    assert_interpolates(kernels, tokens, width)
+
+
+def test_a_cpu_with_a_part_of_avx512_has_the_kernels_of_avx2(kernels: PageKernels, tmp_path: Path) -> None:
+    """As PyTorch, which calls it AVX2."""
+    source, compiler = Path(module.__file__).with_suffix(".c"), shutil.which("cc") or ""
+    flags = (*module._FLAGS, "-mno-avx512bw")
+    with compiled_library(source, compiler, flags, cpu_features(), tmp_path / "kernels") as library:
+        assert_interpolates(PageKernels(ctypes.CDLL(str(library.path)), library.digest), 13, 67)
+
+
+def assert_interpolates(kernels: PageKernels, tokens: int, width: int) -> None:
     """One of the products is added without being rounded first: with AVX2 the far one, as PyTorch does. Written to a
     part of a larger buffer, of which nothing else changes."""
     torch.manual_seed(tokens * width)
