@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from math import inf
-from types import MappingProxyType
 
 import msgspec
 
@@ -152,10 +151,11 @@ class StepScheduler:
     # ------------------------------------------------------------------------------------------------- workflows
 
     def add_workflow(
-        self, workflow: Workflow, classes: Iterable[RunClass], roles: Mapping[str, str] = MappingProxyType({})
+        self, workflow: Workflow, classes: Iterable[RunClass], roles: Mapping[str, str] | None = None
     ) -> None:
         """Take requests of one more workflow, which was checked, and of its variants. Its name is its content's alone:
-        one that is here already is this one. classes: of users, that it names. roles: of its model, with it.
+        one that is here already is this one. classes: of users, that it names. roles: of its model, with it; None: those
+        that each model has.
         """
         known = tuple(classes)
         for each in with_variants(workflow):

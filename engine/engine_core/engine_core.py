@@ -245,7 +245,9 @@ class EngineCore:
             case LoadAdapter():
                 self._additions.load(message)
             case LoadWorkflow():  # its requests may come before the ranks have answered: they load its classes first
-                self._scheduler.add_workflow(message.workflow, message.classes, message.roles)
+                self._scheduler.add_workflow(
+                    message.workflow, message.classes, message.roles if message.model else None
+                )
                 if message.classes:
                     self._additions.load(message)
                 else:  # ranks have nothing to load for it

@@ -310,7 +310,8 @@ class Router:
         await self.additions.load_workflow(load)
         variants = {each.name: each for each in with_variants(load.workflow)}
         self._workflows |= variants
-        self._roles |= dict.fromkeys(variants, load.roles)
+        if load.model:
+            self._roles |= dict.fromkeys(variants, load.roles)
 
     def drop_workflow(self, drop: DropWorkflow) -> None:
         """Forget a workflow that no request has any more, and have all engines free what its classes have."""

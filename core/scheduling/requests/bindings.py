@@ -71,10 +71,13 @@ class Bindings:
         """Name -> class, of those that workflows name now."""
         return self._users.by_name
 
-    def add(self, workflow: str, classes: Iterable[RunClass], roles: Mapping[str, str]) -> None:
-        """Note a further workflow, with all classes that it names. roles: of its model, with this workflow."""
+    def add(self, workflow: str, classes: Iterable[RunClass], roles: Mapping[str, str] | None) -> None:
+        """Note a further workflow, with all classes that it names. roles: of its model, with this workflow; None: those
+        that each model has.
+        """
         self._users.add(workflow, classes)
-        self._roles[workflow] = roles
+        if roles is not None:
+            self._roles[workflow] = roles
 
     def drop(self, workflow: str) -> set[ModelKey]:
         """Forget a workflow that no request has; the classes that nobody names any more."""
