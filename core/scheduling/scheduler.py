@@ -154,8 +154,8 @@ class StepScheduler:
         self, workflow: Workflow, classes: Iterable[RunClass], roles: Mapping[str, str] | None = None
     ) -> None:
         """Take requests of one more workflow, which was checked, and of its variants. Its name is its content's alone:
-        one that is here already is this one. classes: of users, that it names. roles: of its model, with it; None: those
-        that each model has.
+        one that is here already is this one. classes: of users, that it names. roles: of its model, with it; None: each
+        model's own.
         """
         known = tuple(classes)
         for each in with_variants(workflow):
