@@ -217,13 +217,17 @@ class AsyncEngine:
 
     def choose_model(self, name: str = "", loras: Sequence[Lora] = ()) -> ModelChoice:
         """The model and adapters that a request names, see `core.model_choice`, after the adapters of the model's
-        workflow. Raises as `choose_model` there, and OverloadedError while no model is served.
+        workflow. Raises as `choose_model` there, InvalidRequestError where one of the workflow's adapters was unloaded,
+        and OverloadedError while no model is served.
         """
         self._check_open()
         choice = choose_model(self.models, name, loras)
         workflow = self.services.served.workflows.get(choice.model.workflow)
         if workflow is None or not workflow.loras:
             return choice
+        if lacking := [each for each in workflow.loras if not self._served.is_adapter(each, choice.model.name)]:
+            why = f"its workflow {workflow.title} has the adapter '{lacking[0]}', which was unloaded; have it loaded"
+            raise InvalidRequestError(f"Invalid 'model': {why}.", param="model")
         own = (Lora(adapter, scale) for adapter, scale in workflow.loras.items())
         named = name if name and not self.models[name].parent else choice.model.name
         return choose_model(self.models, named, (*own, *choice.loras))

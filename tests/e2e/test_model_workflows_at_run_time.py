@@ -26,7 +26,7 @@ from PIL import Image
 
 from core.config import AdapterConfig, ControlNetConfig, EngineConfig, ModelConfig, StencilConfig
 from core.control import Control
-from core.errors import ModelNotFoundError, OverloadedError
+from core.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
 from core.lora import Lora
 from core.sampling_params import SamplingParams
 from engine.client.async_engine import AsyncEngine
@@ -307,3 +307,16 @@ async def test_no_partial_image_slips_past_a_class(engine: AsyncEngine) -> None:
     assert len(files) == 3
     for data in files:
         assert not decode(data)[..., :3][inside].any()
+
+
+async def test_a_workflow_waits_for_its_adapter(engine: AsyncEngine, folder: Path, expected: Pictures) -> None:
+    """The workflow is to blame, and not the adapters of a request that names none. Its name stands for its model where
+    the adapter is loaded again."""
+    engine.unload_adapter("style")
+    with pytest.raises(InvalidRequestError, match="its workflow figure7 has the adapter 'style', which was") as caught:
+        engine.choose_model("figure7")
+    assert caught.value.param == "model"
+    info = await engine.load_adapter("style", str(folder / "style.safetensors"), "figure7")
+    assert info.parent == "base"
+    pixels = await made(engine, "figure7", asked(FIGURE7, "edit"))
+    np.testing.assert_array_equal(pixels, expected["figure7", "edit"])

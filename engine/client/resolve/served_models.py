@@ -46,6 +46,11 @@ class ServedModels:
         named = {info.patch for info in self.by_name.values() if info.parent == choice.model.name}
         return {patch.id for patch in choice.patches} <= named
 
+    def is_adapter(self, name: str, model: str) -> bool:
+        """Whether an adapter of this model has this name."""
+        info = self.by_name.get(name)
+        return info is not None and info.parent == model
+
     def add(self, info: ModelInfo) -> None:
         """Serve one more adapter."""
         self.by_name = self.by_name | {info.name: info}
