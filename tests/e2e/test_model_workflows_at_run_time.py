@@ -300,11 +300,13 @@ async def test_a_choice_whose_workflow_is_gone_is_refused(
             pass
 
 
-async def test_no_partial_image_slips_past_a_class(engine: AsyncEngine) -> None:
-    edit = GUARDED.edit(inputs={"most_red": -255.0}, partial_images=2)
-    async with engine.edit("black", edit, engine.choose_model("guarded")) as outputs:
+@pytest.mark.parametrize("case", [GUARDED, replace(GUARDED, is_steered=True)], ids=["plain", "steered"])
+async def test_no_image_slips_past_a_class(engine: AsyncEngine, case: Case) -> None:
+    """No partial one, none of several, nor where the workflow's variant with a ControlNet makes it."""
+    edit = replace(case, sampling={"n": 2}).edit(inputs={"most_red": -255.0}, partial_images=2)
+    async with engine.edit(f"black {case.is_steered}", edit, engine.choose_model("guarded")) as outputs:
         files = [bytes(output.data) async for output in outputs]
-    assert len(files) == 3
+    assert len(files) == 6
     for data in files:
         assert not decode(data)[..., :3][inside].any()
 
