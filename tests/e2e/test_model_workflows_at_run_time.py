@@ -26,7 +26,7 @@ from PIL import Image
 
 from core.config import AdapterConfig, ControlNetConfig, EngineConfig, ModelConfig, StencilConfig
 from core.control import Control
-from core.errors import ModelNotFoundError, OverloadedError
+from core.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
 from core.lora import Lora
 from core.sampling_params import SamplingParams
 from engine.client.async_engine import AsyncEngine
@@ -35,7 +35,7 @@ from engine.client.edit_types import EditInput
 from engine.client.resolve.bound_model import BoundModel
 from engine.client.upload import BytesUpload
 from entrypoints.workflows.registered import Registered
-from entrypoints.workflows.workflow_files import read_sent, read_workflows
+from entrypoints.workflows.workflow_files import read_sent
 from tools.random_checkpoints import make_flux
 from tools.random_controlnets import make_flux_controlnet
 
@@ -166,36 +166,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def expected(folder: Path) -> Pictures:
+async def read() -> Mapping[str, Registered]:
+    """Workflow -> what its file registers; each is read once, since that starts a process."""
+    return {case.workflow: await read_sent(EXAMPLES.joinpath(f"{case.file}.py").read_text()) for case in CASES.values()}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def expected(folder: Path, read: Mapping[str, Registered]) -> Pictures:
     """Of the same files, given at the start. Two models have an adapter of one name in two servers alone."""
     pictures: dict[tuple[str, str], Pixels] = {}
     for cases in ((FIGURE7, GUARDED, HIRES), (REFINED,)):
-        read = read_workflows([EXAMPLES / f"{case.file}.py" for case in cases])
+        registered = Registered.together([read[case.workflow] for case in cases])
         named = [(case.workflow, case.adapters, case.start) for case in cases]
-        async with serving_engine(config(models(folder, *named), read=read)) as engine:
+        async with serving_engine(config(models(folder, *named), read=registered)) as engine:
             for case in cases:
                 for kind in KINDS:
                     pictures[case.workflow, kind] = await made(engine, case.workflow, asked(case, kind))
     return pictures
 
 
-@pytest_asyncio.fixture(params=[1, 3], scope="module", loop_scope="module")
-async def engine(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[AsyncEngine]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(folder: Path, read: Mapping[str, Registered]) -> AsyncIterator[AsyncEngine]:
+    """On three ranks: what is expected comes from one."""
     served = models(folder, ("base", ("style", "subject"), {}))
-    async with serving_engine(config(served, request.param)) as serving:
-        for case in CASES.values():
-            read = await sent(EXAMPLES.joinpath(f"{case.file}.py").read_text())
-            await serving.register_workflows(read.workflows, read.classes, BoundModel("base", dict(case.players)))
+    async with serving_engine(config(served, 3)) as serving:
+        for name, case in CASES.items():
+            bound = BoundModel("base", dict(case.players))
+            await serving.register_workflows(read[name].workflows, read[name].classes, bound)
         yield serving
-
-
-READ = dict[str, Registered]()  # text of a file -> what it registers, of both engines
-
-
-async def sent(text: str) -> Registered:
-    if text not in READ:
-        READ[text] = await read_sent(text)
-    return READ[text]
 
 
 async def test_pictures_are_those_of_a_start_with_the_same_files(engine: AsyncEngine, expected: Pictures) -> None:
@@ -251,17 +249,22 @@ async def test_deaths_change_no_bit(engine: AsyncEngine, expected: Pictures) -> 
     check_same(await all_made(engine), expected)
 
 
-def mine(most_red: float) -> str:
-    """The file of `guarded` as `mine`, with a limit of its own."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mine() -> tuple[Registered, Registered]:
+    """The file of `guarded` as `mine`, with limits of its own: all pictures pass the first, and none the second."""
     text = EXAMPLES.joinpath("guarded.py").read_text().replace('name="guarded"', 'name="mine"')
-    return text.replace('workflow.add_input("most_red", float)', repr(most_red))
+    texts = [text.replace('workflow.add_input("most_red", float)', limit) for limit in ("255.0", "-255.0")]
+    fine, bad = [await read_sent(each) for each in texts]
+    return fine, bad
 
 
-async def test_running_requests_end_on_the_workflow_that_they_began(engine: AsyncEngine) -> None:
+async def test_running_requests_end_on_the_workflow_that_they_began(
+    engine: AsyncEngine, mine: tuple[Registered, Registered]
+) -> None:
     """Also when it is deleted; nothing is left of it then."""
     before = dict(engine.services.served.workflows)
-    edit = replace(GUARDED.edit(), inputs={}, sampling=SamplingParams(num_inference_steps=200, seed=SEED))
-    plain, fine, bad = await asyncio.gather(made(engine, "base", edit), *map(sent, map(mine, (255.0, -255.0))))
+    edit = replace(GUARDED.edit(), inputs={}, sampling=SamplingParams(num_inference_steps=80, seed=SEED))
+    plain, (fine, bad) = await made(engine, "base", edit), mine
     await engine.register_workflows(fine.workflows, fine.classes)
     first = asyncio.create_task(made(engine, "mine", replace(edit)))
     await until(lambda: engine.num_requests_running == 1)
@@ -279,9 +282,11 @@ async def test_running_requests_end_on_the_workflow_that_they_began(engine: Asyn
     await until(lambda: engine.services.arena.used_bytes == 0)
 
 
-async def test_a_choice_whose_workflow_is_gone_is_refused(engine: AsyncEngine) -> None:
+async def test_a_choice_whose_workflow_is_gone_is_refused(
+    engine: AsyncEngine, mine: tuple[Registered, Registered]
+) -> None:
     """The time between is short: a request has been read, and its session has not begun."""
-    fine, bad = [await sent(mine(most_red)) for most_red in (255.0, -255.0)]
+    fine, bad = mine
     await engine.register_workflows(fine.workflows, fine.classes)
     choice = engine.choose_model("mine")
     await engine.register_workflows(bad.workflows, bad.classes)
@@ -295,10 +300,25 @@ async def test_a_choice_whose_workflow_is_gone_is_refused(engine: AsyncEngine) -
             pass
 
 
-async def test_no_partial_image_slips_past_a_class(engine: AsyncEngine) -> None:
-    edit = GUARDED.edit(inputs={"most_red": -255.0}, partial_images=2)
-    async with engine.edit("black", edit, engine.choose_model("guarded")) as outputs:
+@pytest.mark.parametrize("case", [GUARDED, replace(GUARDED, is_steered=True)], ids=["plain", "steered"])
+async def test_no_image_slips_past_a_class(engine: AsyncEngine, case: Case) -> None:
+    """No partial one, none of several, nor where the workflow's variant with a ControlNet makes it."""
+    edit = replace(case, sampling={"n": 2}).edit(inputs={"most_red": -255.0}, partial_images=2)
+    async with engine.edit(f"black {case.is_steered}", edit, engine.choose_model("guarded")) as outputs:
         files = [bytes(output.data) async for output in outputs]
-    assert len(files) == 3
+    assert len(files) == 6
     for data in files:
         assert not decode(data)[..., :3][inside].any()
+
+
+async def test_a_workflow_waits_for_its_adapter(engine: AsyncEngine, folder: Path, expected: Pictures) -> None:
+    """The workflow is to blame, and not the adapters of a request that names none. Its name stands for its model where
+    the adapter is loaded again."""
+    engine.unload_adapter("style")
+    with pytest.raises(InvalidRequestError, match="its workflow figure7 has the adapter 'style', which was") as caught:
+        engine.choose_model("figure7")
+    assert caught.value.param == "model"
+    info = await engine.load_adapter("style", str(folder / "style.safetensors"), "figure7")
+    assert info.parent == "base"
+    pixels = await made(engine, "figure7", asked(FIGURE7, "edit"))
+    np.testing.assert_array_equal(pixels, expected["figure7", "edit"])

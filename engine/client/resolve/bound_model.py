@@ -35,7 +35,7 @@ class BoundModel(msgspec.Struct, frozen=True):
             raise InvalidRequestError(message, param="model")
         for name in self.players:
             meant = REFINER_ROLES if name == "refiner" else (name,)
-            if not any(role in each.roles for each in for_pictures for role in meant):
+            if not any(_may_be_played(each, role) for each in for_pictures for role in meant):
                 raise _refuse_player(name, "no workflow of the file has a role of this name; leave it out")
 
     def info_for(self, workflow: Workflow, models: Mapping[str, ModelInfo], engine: EngineConfig) -> ModelInfo:
@@ -46,7 +46,7 @@ class BoundModel(msgspec.Struct, frozen=True):
         model = models.get(self.model or next(iter(models)))
         if model is None or not _is_model(self.model or model.name, models):
             raise ModelNotFoundError(shorten(self.model))
-        own = {role: name for role, name in self.roles.items() if role in workflow.roles}
+        own = {role: name for role, name in self.roles.items() if _may_be_played(workflow, role)}
         for role, name in own.items():
             _check_player(role, workflow.roles[role], name, model, models)
         if own:
@@ -57,6 +57,11 @@ class BoundModel(msgspec.Struct, frozen=True):
         _check_components(workflow, model, models)
         _check_engines(workflow, model, engine)
         return model
+
+
+def _may_be_played(workflow: Workflow, role: str) -> bool:
+    """Whether a workflow has a role that a model may play; a class plays the one of its name, and nobody else."""
+    return workflow.roles.get(role, RUN_CLASS) != RUN_CLASS
 
 
 def _is_model(name: str, models: Mapping[str, ModelInfo]) -> bool:

@@ -47,7 +47,7 @@ def chosen_workflow(
 
 def _variant(chosen: Workflow, workflows: Mapping[str, Workflow], name: str, param: str) -> Workflow:
     if name not in workflows:
-        message = f"Invalid '{param}': workflow '{chosen.name}' takes none, or makes it itself; leave it out."
+        message = f"Invalid '{param}': workflow '{chosen.title}' takes none, or makes it itself; leave it out."
         raise InvalidRequestError(message, param=param)
     return workflows[name]
 

@@ -51,11 +51,15 @@ class ServedModels:
     def choose(self, name: str, loras: Sequence[Lora], steps_without: int) -> ModelChoice:
         """What a request names, see `choose_model`, whose errors it raises, after the adapters of the model's workflow.
         steps_without: the most first steps that it may make without adapters that are still loading, unless the
-        workflow says more. Raises InvalidRequestError for such adapters if that is 0.
+        workflow says more. Raises InvalidRequestError for such adapters if that is 0, and where one of the workflow's
+        adapters was unloaded.
         """
         choice = choose_model(self._named, name, loras)
         workflow = self.workflows.get(choice.model.workflow)
         if workflow is not None and workflow.loras:
+            if lacking := [each for each in workflow.loras if not self.is_adapter(each, choice.model.name)]:
+                why = f"its workflow {workflow.title} has the adapter '{lacking[0]}', which was unloaded; have it loaded"
+                raise InvalidRequestError(f"Invalid 'model': {why}.", param="model")
             own = (Lora(adapter, scale) for adapter, scale in workflow.loras.items())
             named = name if name and not self._named[name].parent else choice.model.name
             choice = choose_model(self._named, named, (*own, *choice.loras))
@@ -90,6 +94,11 @@ class ServedModels:
             return all(lora.name in self._named for lora in choice.loras)
         named = {info.patch for info in self.by_name.values() if info.parent == choice.model.name}
         return {patch.id for patch in choice.patches} <= named
+
+    def is_adapter(self, name: str, model: str) -> bool:
+        """Whether an adapter of this model has this name, also one that is still loading."""
+        info = self._named.get(name)
+        return info is not None and info.parent == model
 
     def add(self, info: ModelInfo) -> None:
         """Serve one more adapter."""

@@ -238,7 +238,7 @@ def _check_partial_images(edit: EditInput, workflow: Workflow) -> None:
     """Raises InvalidRequestError for previews that would not pass through a node of a user's class."""
     between = workflow.last_between
     if edit.partial_images and between is not None and not workflow.has_previews:
-        why = f"workflow '{workflow.name}' has pictures pass through '{between.name}', and previews would not"
+        why = f"workflow '{workflow.title}' has pictures pass through '{between.name}', and previews would not"
         raise InvalidRequestError(f"Invalid 'partial_images': {why}; leave it out.", param="partial_images")
 
 

@@ -86,6 +86,7 @@ LACKING: dict[str, tuple[Workflow, str, dict[str, str], str]] = {
         r"makes .* of polish; give",
     ),
     "such a role": (INPAINT, "base", {"refiner": "polish"}, r"'refiner': no workflow of the file has a role"),
+    "a class's role": (GUARDED, "base", {"guard": "polish"}, r"'guard': no workflow of the file has a role"),
     "a role of others": (INPAINT, "base", {"vae": "polish"}, r"'vae'.* always played by the model's own vae"),
 }
 

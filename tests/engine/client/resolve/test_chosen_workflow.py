@@ -46,6 +46,14 @@ def test_one_without_a_mask_finds_none() -> None:
     assert refused.value.param == "mask"
 
 
+def test_an_error_says_the_name_that_users_give() -> None:
+    """And not the digest that engines know it by, of one that was registered while the server runs."""
+    added = msgspec.structs.replace(MODEL, workflow="added@12ab")
+    workflows = with_registered([replace(GENERATING, name="added@12ab")], {each.name for each in CLASSES})
+    with pytest.raises(InvalidRequestError, match="workflow 'added' takes none"):
+        chosen_workflow(added, SAMPLING, None, finds_mask=True, workflows=workflows)
+
+
 def test_one_that_needs_a_picture_gets_one() -> None:
     """Generations give none."""
     needing = replace(INPAINT, name="needing", inputs=(INPAINT.inputs[0], Port("template", "picture")))

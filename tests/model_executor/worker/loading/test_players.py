@@ -74,6 +74,7 @@ def test_a_model_borrows_from_its_refiner_what_it_has_not_itself(
     assert {*info.needs} == {*info.components, *other.components}
     assert len(info.needs) == len({*info.needs})
     assert (other.roles, other.borrowed) == ({}, ())
+    assert [each.latent_space for each in (info, other)] == [family.latent_space for family in models.families.values()]
     models.load_all(models.first)
     assert {loaded.key for loaded in models.loaded} == {*info.needs}
 
