@@ -58,7 +58,7 @@ class ServedModels:
         workflow = self.workflows.get(choice.model.workflow)
         if workflow is not None and workflow.loras:
             if lacking := [each for each in workflow.loras if not self.is_adapter(each, choice.model.name)]:
-                why = f"its workflow {workflow.title} has the adapter '{lacking[0]}', which was unloaded; have it loaded"
+                why = f"its workflow {workflow.title} has the adapter '{lacking[0]}', which was unloaded; load it again"
                 raise InvalidRequestError(f"Invalid 'model': {why}.", param="model")
             own = (Lora(adapter, scale) for adapter, scale in workflow.loras.items())
             named = name if name and not self._named[name].parent else choice.model.name
