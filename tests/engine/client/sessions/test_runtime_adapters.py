@@ -231,7 +231,7 @@ async def test_one_that_is_unloaded_while_it_loads_is_dropped(server: Server) ->
     await settle()
     server.adapters.unload("hat")
     server.adapters.begin("hat", "s")
-    with pytest.raises(InvalidRequestError, match=r"'hat' was not loaded\. It was unloaded\."):
+    with pytest.raises(InvalidRequestError, match="'hat' was not loaded: it was unloaded"):
         await waiting
     server.engines.gate.set()
     await settle()
@@ -274,9 +274,10 @@ async def test_a_load_in_the_background_that_fails(server: Server, caplog: pytes
     await settle()
     server.engines.gate.set()
     await foreground
-    with pytest.raises(InvalidRequestError, match=r"'hat' was not loaded\. Invalid 'lora_path': bad\.") as caught:
+    with pytest.raises(InvalidRequestError, match="'hat' was not loaded") as caught:
         await hat
     assert (caught.value.param, caught.value.code) == ("lora", "adapter_not_loaded")
+    assert "bad" not in str(caught.value), "another one has named the file"
     await settle()
     assert sorted(server.served.by_name) == ["cap", "hood", "m"]
     assert [line for line in caplog.messages if "cap was not loaded" in line]
