@@ -277,7 +277,7 @@ def eligible(view: View) -> list[Request]:
     live = [
         each
         for each in view.requests.live()
-        if (each.status is Status.RUNNING or view.may_begin(each)) and not each.stands_still
+        if (each.status is Status.RUNNING or view.may_begin(each)) and not (each.lacks_adapters and each.stands_still)
     ]
     first = next((index for index, request in enumerate(live) if request.runs_alone), None)
     if first is None:
