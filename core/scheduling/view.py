@@ -56,7 +56,7 @@ class View:
         ready = self._ready.get(request.id)
         if ready is None:
             ready = request.progress.ready()
-            if request.spec.late is not None:
+            if request.lacks_adapters:
                 ready = [node for node in ready if not request.awaits_adapters(node)]
             self._ready[request.id] = ready
         return ready

@@ -121,6 +121,7 @@ class Request:
     known_work: dict[tuple[str, bool], Work] = field(default_factory=dict)
     # Its late adapters, if it has some.
     patches: PatchSet = field(init=False)  # all of its adapters; () while late ones are not loaded
+    lacks_adapters: bool = False  # late ones are not loaded; asked for several times in every pass
     num_begun: int = 0  # of its first steps, those that were sent without; at least 1 once anything was sent
     steps_without_lora: int | None = None  # of its first steps, those that run without, once they are loaded
     has_lost_rank: bool = False  # one of its ranks has died: values may be in shared memory alone
@@ -179,6 +180,7 @@ class Request:
     def __post_init__(self) -> None:
         self.id, self.spec, self.num_deaths = self.head.request_id, self.head.spec, self.head.num_deaths
         self.patches, late = self.spec.patches, self.spec.late
+        self.lacks_adapters = late is not None and not late.are_loaded
         if late is not None and late.are_loaded:
             self.steps_without_lora = late.least
 
@@ -232,7 +234,7 @@ class Request:
         for them on, and in the last step of the request's own model at the latest.
         """
         late = self.spec.late
-        if late is None or self.steps_without_lora is not None or self.model_of(node) != self.head.model:
+        if late is None or not self.lacks_adapters or self.model_of(node) != self.head.model:
             return False
         own = [step.region for step in self.workflow.counted_steps if self.model_of(step) == self.head.model]
         if not own:
@@ -243,20 +245,25 @@ class Request:
     @property
     def stands_still(self) -> bool:
         """Whether its next step waits for late adapters, so that it needs no slot."""
-        return self.spec.late is not None and self.step_node is not None and self.awaits_adapters(self.step_node)
+        return self.lacks_adapters and self.step_node is not None and self.awaits_adapters(self.step_node)
 
     def use_adapters(self, patches: PatchSet) -> None:
         """Have late adapters, which are loaded now, from the next step on, or from where the request had them when it
         was computed before. patches: all of its adapters.
         """
         assert self.spec.late is not None, f"{self.id} has no late adapters"
-        if self.steps_without_lora is None:
+        if self.lacks_adapters:
             self.patches, self.steps_without_lora = patches, max(self.spec.late.least, self.num_begun)
+            self.lacks_adapters = False
 
     def _step_of(self, node: Node) -> int:
         """The number of the step that the next run of a node is for, over all loops of steps; 0 outside of these."""
         first = self._first_steps.get(node.region)
         return 0 if first is None else first + self.progress.scheduled[node.name]
+
+    def first_step(self, loop: str) -> int:
+        """The number of a loop's first step, over all loops of steps; 0 if it is none of these."""
+        return self._first_steps.get(loop, 0)
 
     @property
     def _first_steps(self) -> dict[str, int]:
@@ -341,7 +348,7 @@ class Request:
 
     def send(self, node: Node, ranks: tuple[int, ...]) -> None:
         """Note that a node's next run is sent to these ranks."""
-        if self.spec.late is not None and self.steps_without_lora is None:
+        if self.lacks_adapters:
             self.num_begun = max(self.num_begun, self._step_of(node) + 1)
         self.progress.start(node)
         self.sent_to[node.name, self.progress.scheduled[node.name] if node.region else 0] = ranks

@@ -91,7 +91,9 @@ class Plan:
 
 def has_steps(request: Request) -> bool:
     """Whether a request has steps to make, and its next one need not wait for adapters."""
-    return request.is_live and request.progress.steps_left > 0 and not request.stands_still
+    if request.lacks_adapters and request.stands_still:
+        return False
+    return request.is_live and request.progress.steps_left > 0
 
 
 def step_node(request: Request) -> Node:
