@@ -1,4 +1,5 @@
-"""Approximate caching in families of other layouts than FLUX's: a run goes on with a kept state as the run that has kept it did."""
+"""Approximate caching in families of other layouts than FLUX's: a run goes on with a kept state as the run that has
+kept it did."""
 
 from __future__ import annotations
 
@@ -35,7 +36,6 @@ MAKE: dict[str, Callable[[Path], Path]] = {
     "qwen": make_qwen,
     "z-image": make_z_image,
     "sd": partial(make_sd, scheduler_class=EulerDiscreteScheduler),
-    "sd-inpaint": partial(make_sd, in_channels=9),
     "sdxl": make_sdxl,
 }
 EVERYTHING = np.full((SIDE, SIDE), 255, np.uint8)
