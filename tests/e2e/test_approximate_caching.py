@@ -117,6 +117,9 @@ async def test_an_equal_prompt_of_the_same_owner_begins_in_the_state_and_ends_in
     assert again == expected, "the state is a copy of the run's own latents, to the last bit"
     assert report == Recalled(can_recall=True, source="first", source_index=0, similarity=1.0, steps_skipped=SKIPPED)
     assert len(engine.services.states) == 1, "what is approximate is no source"
+    exported = engine.metrics.exposition().decode()
+    assert f"stencil:approximate_cache_hits_total {engine.services.states.num_recalled:.1f}" in exported
+    assert f"stencil:approximate_cache_used_bytes {engine.services.states.used_bytes:.1f}" in exported
 
 
 @pytest.mark.parametrize(
@@ -145,7 +148,7 @@ async def test_after_a_death_it_begins_in_the_same_state_again(
     engine: AsyncEngine, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of another prompt, so that a picture from another state, or from none, would be another one. Meanwhile the source
-    is evicted, and a nearer one is there.
+    is forgotten, and would be found no more.
     """
     monkeypatch.setattr(edit_preparation, "levels_of", lambda model, config: ANY)
     steps = {"num_inference_steps": 80}
