@@ -39,6 +39,7 @@ PARTS: Mapping[str, Sequence[str]] = {
         "core/scheduling/requests/request.py:Request.stands_still",
         "core/scheduling/requests/request.py:Request.use_adapters",
         "core/scheduling/requests/request.py:Request._step_of",
+        "core/scheduling/requests/request.py:Request.first_step",
         "core/scheduling/requests/request.py:Request._first_steps",
         "core/scheduling/scheduler.py:StepScheduler.use_adapters",
         "core/scheduling/scheduler.py:StepScheduler._tell_adapters",

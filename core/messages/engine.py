@@ -102,7 +102,7 @@ class EngineReady(Message, frozen=True):
 
 
 class PartialImage(Message, frozen=True):
-    """`pixels[index]` of the request holds a preview of its clean image after `step` steps."""
+    """`pixels[index]` of the request holds a preview of its clean image after `step` steps, of all of its loops."""
 
     request_id: str
     index: int

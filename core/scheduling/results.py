@@ -94,7 +94,8 @@ class Results:
             note_choice(self.values, request, node, item.chosen)
         self.cache.note_result(request, node, item)
         if request.workflow.is_preview(node):
-            self.endings.outputs.append(PartialImage(request_id=request.id, index=index, step=round_))
+            step = request.first_step(request.workflow.node(node.shows).region) + round_
+            self.endings.outputs.append(PartialImage(request_id=request.id, index=index, step=step))
         elif self._has_ended(request, node) and not self.cache.must_restart(request):
             self.endings.end(request, Status.FINISHED, finished(request, self.cache.outcome(request)))
 

@@ -213,7 +213,9 @@ class AsyncEngine:
         """
         self.services.admission.check_upload(owner, uploads)
 
-    def choose_model(self, name: str = "", loras: Sequence[Lora] = (), steps_without_lora: int = 0) -> ModelChoice:
+    def choose_model(
+        self, name: str = "", loras: Sequence[Lora] = (), steps_without_lora: int | None = 0
+    ) -> ModelChoice:
         """The model and adapters that a request names, see `ServedModels.choose`. Raises as that, and OverloadedError
         while no model is served.
         """
@@ -263,7 +265,7 @@ class AsyncEngine:
 
         Raises InvalidRequestError and its subclasses, OverloadedError, EngineError; then nothing is registered.
         """
-        choice = self.choose_model(model, loras)
+        choice = self.choose_model(model, loras, None)
         if not choice.model.can_edit:
             raise edits_nothing(choice.model, "model")
         self.templates.check_size(image.size)

@@ -274,8 +274,11 @@ def eligible(view: View) -> list[Request]:
     """Live requests that may run, the most urgent first. Requests that wait for their model or adapters are left out,
     and those that wait for one that must run alone (`Request.runs_alone`).
     """
-    live = [each for each in view.requests.live() if each.status is Status.RUNNING or view.may_begin(each)]
-    live = [each for each in live if not each.stands_still]
+    live = [
+        each
+        for each in view.requests.live()
+        if (each.status is Status.RUNNING or view.may_begin(each)) and not each.stands_still
+    ]
     first = next((index for index, request in enumerate(live) if request.runs_alone), None)
     if first is None:
         return live

@@ -257,6 +257,10 @@ class Request:
         first = self._first_steps.get(node.region)
         return 0 if first is None else first + self.progress.scheduled[node.name]
 
+    def first_step(self, loop: str) -> int:
+        """The number of a loop's first step, over all loops of steps; 0 if it is none of these."""
+        return self._first_steps.get(loop, 0)
+
     @property
     def _first_steps(self) -> dict[str, int]:
         """Loop of steps -> the number of its first one."""

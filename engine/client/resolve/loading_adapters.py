@@ -54,11 +54,14 @@ class LoadingAdapters:
 
     async def wait(self, loras: Iterable[Lora]) -> None:
         """Wait until none of these adapters is loading. Raises InvalidRequestError for one that cannot be used or was
-        unloaded, and other StencilErrors as its load has ended with."""
+        unloaded, which does not tell the request of the file that another has named, and other StencilErrors as its
+        load has ended with.
+        """
         for loading in [each for lora in loras if (each := self.find(lora.name)) is not None]:
             error = await asyncio.shield(loading.over)
             if isinstance(error, InvalidRequestError):
-                message = f"Invalid 'lora': '{loading.name}' was not loaded. {error}"
+                why = "it was unloaded, or its file cannot be used, which the server's log tells"
+                message = f"Invalid 'lora': '{loading.name}' was not loaded: {why}."
                 raise InvalidRequestError(message, param="lora", code="adapter_not_loaded") from error
             if error is not None:
                 raise error

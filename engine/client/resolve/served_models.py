@@ -42,22 +42,24 @@ class ServedModels:
         """The engines' limits for cached pages."""
         return self.engine.cache
 
-    def choose(self, name: str, loras: Sequence[Lora], steps_without: int) -> ModelChoice:
+    def choose(self, name: str, loras: Sequence[Lora], steps_without: int | None) -> ModelChoice:
         """What a request names, see `choose_model`, whose errors it raises, after the adapters of the model's workflow.
         steps_without: the most first steps that it may make without adapters that are still loading, unless the
-        workflow says more. Raises InvalidRequestError for such adapters if that is 0.
+        workflow says more; None: it makes no steps, and needs them at once. Raises InvalidRequestError for such
+        adapters if that is 0 or None.
         """
         choice = choose_model(self._named, name, loras)
         workflow = self.workflows.get(choice.model.workflow)
         if workflow is not None and workflow.loras:
             own = (Lora(adapter, scale) for adapter, scale in workflow.loras.items())
             choice = choose_model(self._named, choice.model.name, (*own, *choice.loras))
-            steps_without = max(steps_without, workflow.steps_without_lora)
+            steps_without = None if steps_without is None else max(steps_without, workflow.steps_without_lora)
         late = next((lora.name for lora in choice.loras if lora.scale and self.loading.find(lora.name)), "")
         if not late:
             return choice
         if not steps_without:
-            message = f"Invalid 'lora': '{late}' is still loading; try again, or give 'steps_without_lora'."
+            advice = "try again" if steps_without is None else "try again, or give 'steps_without_lora'"
+            message = f"Invalid 'lora': '{late}' is still loading; {advice}."
             raise InvalidRequestError(message, param="lora", code="adapter_loading")
         return replace(choice, patches=(), steps_without=steps_without)
 
@@ -93,9 +95,9 @@ class ServedModels:
         self.by_name = {other: info for other, info in self.by_name.items() if other != name}
 
     def is_taken(self, name: str) -> bool:
-        """Whether a model, an adapter, or a workflow for pictures has this name."""
+        """Whether a model, an adapter, also one that is loading, or a workflow for pictures has this name."""
         workflow = self.workflows.get(name)
-        return name in self.by_name or (workflow is not None and workflow.is_for_pictures)
+        return name in self._named or (workflow is not None and workflow.is_for_pictures)
 
     def add_workflow(self, workflow: Workflow) -> Workflow | None:
         """Serve a workflow of classes alone under its title; the one that had the title before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -50,6 +51,7 @@ class EditDelivery:
         self._span = span
         self._upload_size = prepared.prepared.upload_width, prepared.prepared.upload_height
         self._num_files_left = num_files(prepared.edit)
+        self.patches = prepared.choice.patches  # that its pictures are made with; late ones are set by EditSession
 
     @property
     def image_seconds(self) -> ImageSeconds:
@@ -170,7 +172,8 @@ class EditDelivery:
         """Make a template of a result if its request, not a server limit, had all tokens computed; its id, or None."""
         if prepared.exact_reason not in ("asked", "mask_covers_all", prepared.graph.name):
             return None
-        return await self._results.keep(composed, prepared.choice, prepared.edit.owner, is_base64=prepared.edit.base64)
+        choice = replace(prepared.choice, patches=self.patches)
+        return await self._results.keep(composed, choice, prepared.edit.owner, is_base64=prepared.edit.base64)
 
     async def _compose(self, image: EditImage, pixels: ArrayRef | None) -> ComposedImage:
         """pixels: uint8 [height, width, 3] at generation size; None: make the file of the mask."""

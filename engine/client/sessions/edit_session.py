@@ -82,6 +82,7 @@ class EditSession(Session):
         self._delivery: EditDelivery | None = None  # likewise
         self._choice = choice
         self._not_loaded: StencilError | None = None  # why it cannot have its late adapters
+        self._in_wait = CancelScope()  # for late adapters; by `close`
         self._is_with_caller = False  # nothing is done for it before its caller asks for the next output
 
     # ---------------------------------------------------------------------------------- to the engine
@@ -121,16 +122,18 @@ class EditSession(Session):
 
     async def _use_adapters(self) -> None:
         """Wait for the adapters that were still loading, and have the images go on with them, or fail."""
-        try:
-            async with asyncio.timeout(MOST_LOAD_SECONDS):
-                patches = await self._services.served.loaded(self._choice)
-        except (StencilError, TimeoutError) as error:
-            slow = DeadlineExceededError(f"An adapter of the request was not loaded within {MOST_LOAD_SECONDS:g} s.")
-            self._not_loaded = error if isinstance(error, StencilError) else slow
-            self._services.router.abort(self._images.ids)
-        else:
-            self.patches = patches  # they are kept until it ends
-            self._services.router.use_adapters(self._images.ids, patches)
+        async with self._in_wait:
+            try:
+                async with asyncio.timeout(MOST_LOAD_SECONDS):
+                    patches = await self._services.served.loaded(self._choice)
+            except (StencilError, TimeoutError) as error:
+                message = f"An adapter of the request was not loaded within {MOST_LOAD_SECONDS:g} s."
+                self._not_loaded = error if isinstance(error, StencilError) else DeadlineExceededError(message)
+                self._services.router.abort(self._images.ids)
+            else:
+                assert self._delivery is not None, "its images are not prepared"
+                self.patches = self._delivery.patches = patches  # they are kept until it ends
+                self._services.router.use_adapters(self._images.ids, patches)
 
     @property
     def waits_for_caller(self) -> bool:
@@ -277,6 +280,7 @@ class EditSession(Session):
     async def close(self) -> None:
         """Wait for the last terminal output, then free the memory."""
         await self.done.wait()
+        self._in_wait.cancel()
         if self._recall is not None:
             await self._recall.close()
         await self._memory.release()

@@ -7,12 +7,13 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from fakes import make_edit, make_hires_edit, with_spec
+from fakes import PIXELS, make_edit, make_hires_edit, with_spec
 from ranks_that_die import Site, checkpoints_every, run_until
 
 from core.graph.progress import Progress
 from core.graph.workflow import Node, Region
 from core.graph.workflows.inpaint import INPAINT
+from core.handles import Artefact
 from core.late_adapters import LateAdapters
 from core.messages.engine import AdaptersUsed, EngineRequest, Failed, Finished, PartialImage, UseAdapters
 from core.messages.worker import Batch, StepPlan
@@ -127,11 +128,12 @@ def test_no_request_ends_without(steps: int) -> None:
 
 def test_steps_of_all_loops_are_counted() -> None:
     site = Adapted()
-    request = late(make_hires_edit("a", steps=4), most=5)
+    request = late(make_hires_edit("a", steps=4, previews=(Artefact(PIXELS),)), most=5)
     site.scheduler.add(request)
     site.stand_still()
     first, second = request.rounds
     assert len(site.steps) == 5 == first + 1
+    assert [output.step for output in site.outputs if isinstance(output, PartialImage)] == [5], "the router repeats it"
     site.load()
     site.finish()
     assert [has_it for _, _, has_it in site.steps] == [False] * 5 + [True] * (second - 1)

@@ -440,6 +440,20 @@ async def test_the_latest_waiting_edit_of_a_key_that_fills_the_queue_leaves_to_a
     assert 'reason="displaced"} 1.0' in engine.metrics.exposition().decode()
 
 
+async def test_an_edit_waits_for_a_bounded_time_for_an_adapter(
+    tracking: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file system that it is on may hang. All of its images end with one error."""
+    monkeypatch.setattr(edit_session, "MOST_LOAD_SECONDS", 0.01)
+    tracking.engine._served.loading.begin("hat", "m")
+    late = replace(CHOICE, loras=(Lora("hat"),), steps_without=3)
+    async with tracking.engine.edit("late", make_input(n=2), late) as outputs:
+        await asyncio.sleep(0.05)
+        assert tracking.end_aborted() == ["late-0", "late-1"]
+        with pytest.raises(DeadlineExceededError, match=r"not loaded within 0\.01 s"):
+            await anext(outputs)
+
+
 async def test_an_edit_that_is_displaced_while_it_is_prepared_ends_at_once(tracking: Server) -> None:
     """Image work that waits for nothing would pile up beyond the queue's places."""
     engine, gate = tracking.engine, tracking.images.gate
