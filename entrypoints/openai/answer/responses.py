@@ -108,8 +108,8 @@ def usage(call: ImagesCall, reports: Sequence[EditReport]) -> dict[str, Any]:
 
 def stencil(call: ImagesCall, images: Sequence[ImageOutput]) -> dict[str, Any]:
     """The `stencil` object of an answer. With several images, `seed`, `steps_computed` and `degrees` are the first
-    one's, each part of `ms` is the maximum, `template_ids`, `steps_without_lora` and `approximate_caching` have an entry
-    for each, `primed` and `full_blocks` cover all of them; the rest is equal for all.
+    one's, each part of `ms` is the maximum, `template_ids`, `steps_without_lora` and `approximate_caching` have an
+    entry for each, `primed` and `full_blocks` cover all of them; the rest is equal for all.
     """
     reports = [_report(image) for image in images]
     first = reports[0]
