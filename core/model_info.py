@@ -86,6 +86,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     default_sigmas: tuple[float, ...] | None = None  # of requests with as many steps
     min_inference_steps: int = 1  # fewest steps that the sampler supports
     solver_order: int = 1
+    remembers_steps: bool = False  # whether a step of the sampler depends on those before it, or draws noise
     extra_steps: int = 0  # model calls beyond those of solver_order, see num_steps
     rounds_strength_down: bool = False  # whether a step that strength covers in part is left out
     can_skip_steps: bool = False  # whether the sampler may go from any step's noise level to any later one's

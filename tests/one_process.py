@@ -76,8 +76,17 @@ class OneProcess:
         requests = EditRequests(prepared, self._space.alloc)
         return requests.make(0, name, arrival=time.monotonic(), call_id=name, trace_context="")
 
+    def alloc(self, nbytes: int) -> ArrayRef:
+        """Memory that requests may name."""
+        return self._space.alloc(nbytes)
+
     def run(self, *requests: EngineRequest) -> list[Pixels]:
         """The pictures of requests that come together. Their previews are made, too."""
+        self.finish(*requests)
+        return [self.view(request.spec.pixels).astype(np.uint8) for request in requests]
+
+    def finish(self, *requests: EngineRequest) -> None:
+        """Run requests that come together, whatever they make."""
         for request in requests:
             self.scheduler.add(request)
         left = {request.request_id for request in requests}
@@ -93,7 +102,6 @@ class OneProcess:
                 assert isinstance(output, Finished | PartialImage), output
                 left -= {output.request_id} if isinstance(output, Finished) else set()
         self.scheduler.check_integrity()
-        return [self.view(request.spec.pixels).astype(np.uint8) for request in requests]
 
     def _prepared(self, job: PrepareImages, image: Pixels, mask: Pixels) -> PreparedImages:
         pixels, shown = (np.frombuffer(file, np.uint8) for file in (image, mask))

@@ -34,10 +34,11 @@ def can_recall(workflow: Workflow) -> bool:
     loop, of steps of the request's own model, from noise, at the strength that the request asks for.
     """
     steps, begin = _steps_of(workflow), _begin_of(workflow)
-    if steps is None or begin is None or begin.inputs:
+    if steps is None or begin is None:
         return False
     sources = [workflow.node(edge.source) for edge in steps.inputs]
     is_plain = not any(node.role or node.canvas for node in (steps, *sources))
+    is_plain = is_plain and not any(node.inputs for node in sources)  # of a picture that a class has made, say
     region = next(region for region in workflow.regions if region.name == steps.region)
     ops = {node.op for node in sources}
     return is_plain and ops == {"text_encode", "image_encode"} and region == Region(region.name)

@@ -91,6 +91,7 @@ class AsyncEngine:
         self._brought = RequestWorkflows(services)
         self.metrics.watch_queue(lambda: self.num_requests_running, lambda: self.num_requests_waiting)
         self.metrics.watch_image_processors(services.images, lambda: services.admission.drain_seconds)
+        self.metrics.watch_states(services.states)
         try:
             if services.keeper is not None:
                 services.keeper.start()

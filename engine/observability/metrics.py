@@ -36,6 +36,13 @@ _STEP_COUNTS = (1, 2, 4, 8, 16, 28, 50, 100, 200)
 _ERRORS = (-0.75, -0.5, -0.3, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 
 
+class States(Protocol):
+    """The values exported for approximate caching; implemented by `engine.client.recall.kept_states.KeptStates`."""
+
+    used_bytes: int
+    num_recalled: int
+
+
 class ImageProcessors(Protocol):
     """The values exported for the image processors; implemented by `engine.images.image_pool.ImagePool`."""
 
@@ -159,6 +166,14 @@ class Metrics:
         )
         registry.watched_counter(
             "image_job_retries", "Jobs tried again after their processor's death.", lambda: images.num_retries
+        )
+
+    def watch_states(self, states: States) -> None:
+        """Export these, read at each scrape."""
+        used = self._registry.gauge("approximate_cache_used_bytes", "States that pictures have kept.")
+        used.set_function(lambda: states.used_bytes)
+        self._registry.watched_counter(
+            "approximate_cache_hits", "Pictures that began in an earlier one's state.", lambda: states.num_recalled
         )
 
     # ---------------------------------------------------------------------------------- events

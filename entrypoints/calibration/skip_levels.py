@@ -23,8 +23,9 @@ from entrypoints.image_engine import Edit, EditResult, ImageEngine
 SHARES = (0.2, 0.4)
 """Of the steps; those of LegoDiffusion's measurement (section 7.4)."""
 
-MIN_PAIRS = 4
-"""Of which all but a little must be close; of ten or more one may be far."""
+MIN_PAIRS = 8
+"""Of four couples of prompts, as each makes two pairs with one similarity. All but a little must be close; of ten or
+more pairs one may be far."""
 
 STATE_BYTES = 256 * 1024**2
 """Room for the states of one measurement: of one prompt at a time."""

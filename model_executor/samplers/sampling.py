@@ -61,11 +61,16 @@ class Sampling:
         return self._is_stochastic
 
     @property
+    def remembers_steps(self) -> bool:
+        """Whether a step depends on those before it by more than its latents, or draws noise."""
+        return bool(self._names) or self._is_stochastic
+
+    @property
     def can_skip_steps(self) -> bool:
         """Whether a step may go to any later noise level: if it is one call of the model, and depends on no earlier
         one and on no noise.
         """
-        return self.order == 1 and not self._names and not self._is_stochastic
+        return self.order == 1 and not self.remembers_steps
 
     @property
     def min_steps(self) -> int:

@@ -62,6 +62,11 @@ class TimestepSampling:
         return len(self._of_steps(TRIAL_STEPS).timesteps) - self.order * (TRIAL_STEPS - 1) - 1
 
     @property
+    def remembers_steps(self) -> bool:
+        """Whether a step depends on those before it by more than its latents, or draws noise."""
+        return bool(self._names) or self._is_stochastic
+
+    @property
     def min_steps(self) -> int:
         """Fewest steps for which `extra_steps` holds: a run of one step has no second to take twice."""
         return next(n for n in count(1) if len(self._of_steps(n).timesteps) == self._num_calls(n))

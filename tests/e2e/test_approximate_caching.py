@@ -14,7 +14,7 @@ from adapters import make_lora
 from engines import serving_engine
 from fault_kit import file_of, make_input, processes, until
 
-from core.config import AdapterConfig, EngineConfig, ModelConfig, StencilConfig
+from core.config import AdapterConfig, CacheConfig, EngineConfig, ModelConfig, StencilConfig
 from core.errors import InvalidRequestError
 from core.lora import Lora
 from core.sampling_params import SamplingParams
@@ -55,7 +55,9 @@ async def engine(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
         ModelConfig(model=str(tiny_checkpoint), served_model_name="two", threads=1),
     )
     config = StencilConfig(
-        engine=EngineConfig(models=models), approximate_cache_bytes=64 * STATE_BYTES, skip_levels=LEVELS
+        engine=EngineConfig(models=models, cache=CacheConfig(scope="server")),  # which states are never shared by
+        approximate_cache_bytes=64 * STATE_BYTES,
+        skip_levels=LEVELS,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_replica, "PROVEN_SECONDS", 0.0)
@@ -115,6 +117,9 @@ async def test_an_equal_prompt_of_the_same_owner_begins_in_the_state_and_ends_in
     assert again == expected, "the state is a copy of the run's own latents, to the last bit"
     assert report == Recalled(can_recall=True, source="first", source_index=0, similarity=1.0, steps_skipped=SKIPPED)
     assert len(engine.services.states) == 1, "what is approximate is no source"
+    exported = engine.metrics.exposition().decode()
+    assert f"stencil:approximate_cache_hits_total {engine.services.states.num_recalled:.1f}" in exported
+    assert f"stencil:approximate_cache_used_bytes {engine.services.states.used_bytes:.1f}" in exported
 
 
 @pytest.mark.parametrize(
@@ -143,7 +148,7 @@ async def test_after_a_death_it_begins_in_the_same_state_again(
     engine: AsyncEngine, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of another prompt, so that a picture from another state, or from none, would be another one. Meanwhile the source
-    is evicted, and a nearer one is there.
+    is forgotten, and would be found no more.
     """
     monkeypatch.setattr(edit_preparation, "levels_of", lambda model, config: ANY)
     steps = {"num_inference_steps": 80}
@@ -169,22 +174,22 @@ async def test_after_a_death_it_begins_in_the_same_state_again(
     await until(lambda: engine.is_ready)
 
 
-async def test_without_a_seed_a_picture_has_that_of_its_source_and_pictures_have_sources_of_their_own(
-    engine: AsyncEngine,
+async def test_without_a_seed_a_picture_has_that_of_its_source_and_no_prompt_has_the_same_picture_twice(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ((file, first),) = await run(engine, "first", asked(seed=None))
-    pictures = await run(engine, "three", asked(seed=None, n=3))
-    reports = {output.image_index: (output, data) for data, output in pictures}
-    assert reports[0][0].seed == first.seed
-    assert reports[0][1] == file
-    assert [reports[number][0].report.recalled.source for number in range(3)] == ["first", None, None]  # type: ignore[union-attr]
-    pictures = await run(engine, "four", asked(seed=None, n=4))
+    monkeypatch.setattr(edit_preparation, "levels_of", lambda model, config: ANY)
+    pictures = await run(engine, "two", asked(seed=None, n=2))
+    again = await run(engine, "again", asked(seed=None))
+    assert not any(output.report.recalled.source for _, output in pictures + again)  # type: ignore[union-attr]
+    others = await run(engine, "others", asked("a blue coat", seed=None, n=4))
+    others += await run(engine, "more", asked("a blue coat", seed=None))
     found = sorted(
         (output.report.recalled.source or "", output.report.recalled.source_index or 0, output.seed)  # type: ignore[union-attr]
-        for _, output in pictures
+        for _, output in others
     )
-    assert [each[:2] for each in found[1:]] == [("first", 0), ("three", 1), ("three", 2)]
-    assert len({seed for _, _, seed in found}) == 4
+    assert [each[:2] for each in found[2:]] == [("again", 0), ("two", 0), ("two", 1)], "each serves a prompt once"
+    assert {seed for *_, seed in found[2:]} == {output.seed for _, output in pictures + again}
+    assert len({data for data, _ in pictures + again + others}) == 8
 
 
 async def test_a_whole_picture_that_is_edited_begins_in_the_state_of_that_picture_alone(engine: AsyncEngine) -> None:

@@ -40,10 +40,10 @@ class _Plan:
 class EditRecall:
     """Called in this order: embed; with_state and then finished for each picture; give_up; close.
 
-    A picture that recalls a state keeps none: what is approximate is never the source of something else. Pictures of
-    one edit have sources of their own, because from one they would be alike. A seed that is given counts: the source
-    must have begun with the same noise, so that the picture is close to the one that the seed stands for. Without one,
-    the picture gets the source's seed.
+    A picture that recalls a state keeps none: what is approximate is never the source of something else. A seed that is
+    given counts: the source must have begun with the same noise, so that the picture is close to the one that the seed
+    stands for. Without one, the picture gets the source's seed; who asks for a prompt again then wants another picture,
+    so each source serves it once.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class EditRecall:
         if plan.source is not None:
             self._services.states.give_back(plan.source)
         if plan.own is not None:
-            self._services.states.add(plan.own, self._embedding)
+            self._services.states.add(plan.own, self._embedding, image.request.picture.prompt)
 
     def give_up(self) -> None:
         """Abort the embedding, if it is not made yet."""
@@ -102,8 +102,7 @@ class EditRecall:
         """Have a picture begin in the state of the run with the most similar prompt; None: none is similar enough."""
         request, states = image.request, self._services.states
         seed = None if self._prepared.edit.sampling.seed is None else image.seed
-        taken = [plan.source for plan in self._plans.values() if plan.source is not None]
-        nearest = states.nearest(self._key(request.picture), embedding, seed, taken)
+        nearest = states.nearest(self._key(request.picture), embedding, request.picture.prompt, seed)
         if nearest is None:
             return None
         source, similarity = nearest
@@ -111,7 +110,7 @@ class EditRecall:
         skipped = max((steps for steps in source.states if steps <= most), default=0)
         if not skipped:
             return None
-        states.lend(source)
+        states.lend(source, request.picture.prompt)
         image.seed = source.seed
         image.recalled = Recalled(
             can_recall=True,
@@ -152,7 +151,7 @@ class EditRecall:
         others = {name: getattr(any_run, name) for name in _WITHOUT_EFFECT}
         sampling = msgspec.structs.replace(spec.sampling, **others)
         patches, size = edit.choice.patches, (spec.width, spec.height)
-        return RunKey(spec.cache_salt, edit.model.name, patches, edit.graph.name, *size, spec.content_id, sampling)
+        return RunKey(edit.edit.owner, edit.model.name, patches, edit.graph.name, *size, spec.content_id, sampling)
 
 
 def without_steps(sampling: SamplingParams, skipped: int) -> SamplingParams:

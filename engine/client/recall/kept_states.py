@@ -7,7 +7,7 @@ steps as its prompt's similarity allows.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import prod
@@ -29,6 +29,9 @@ Embedding = npt.NDArray[np.float32]
 DIGITS = 5
 """Decimals of a similarity: products of more rows may sum in another order, which is not to decide."""
 
+MOST_PROMPTS = 64
+"""Prompts that a run remembers. When it has these, it is no source of pictures without a seed any more."""
+
 
 @dataclass(slots=True, eq=False)
 class KeptRun:
@@ -46,9 +49,18 @@ class KeptRun:
     # Its use.
     usefulness: int = 0
     last_used: int = 0  # number of the last use, among those of all runs
+    prompts: set[int] = field(default_factory=set)  # hashes of those whose pictures have had its noise
     place: int = 0  # its row in its group
     num_readers: int = 0  # requests that begin in one of its states, or may be run again so
     is_dropped: bool = False  # it is found no more, and freed with the last reader
+
+    def note_prompt(self, prompt: str) -> None:
+        if len(self.prompts) < MOST_PROMPTS:
+            self.prompts.add(hash(prompt))
+
+    def makes_new(self, prompt: str) -> bool:
+        """Whether a picture of the prompt would be another one than all before it."""
+        return len(self.prompts) < MOST_PROMPTS and hash(prompt) not in self.prompts
 
 
 class KeptStates:
@@ -62,6 +74,7 @@ class KeptStates:
     def __init__(self, max_bytes: int, arena: ClientArena) -> None:
         """arena: where states are. max_bytes: that it and the embeddings take of all memory; 0: nothing is kept."""
         self.max_bytes = max_bytes
+        self.num_recalled = 0  # pictures that began in a state
         self.used_bytes = 0  # of runs, those included that are not filled yet, and dropped ones that are still read
         self._arena = arena
         self._groups: dict[RunKey, _Group] = {}
@@ -101,8 +114,9 @@ class KeptStates:
         """Free the memory of a run that will not be filled."""
         self._release(run)
 
-    def add(self, run: KeptRun, embedding: Embedding) -> None:
+    def add(self, run: KeptRun, embedding: Embedding, prompt: str) -> None:
         """Keep a run that was reserved and is filled now."""
+        run.note_prompt(prompt)
         self._runs[run] = None
         self._kept_bytes += run.nbytes
         self._groups.setdefault(run.key, _Group(len(embedding))).add(run, embedding)
@@ -110,20 +124,19 @@ class KeptStates:
 
     # ------------------------------------------------------------------------------------------------- recalling
 
-    def nearest(
-        self, key: RunKey, embedding: Embedding, seed: int | None, others: Collection[KeptRun]
-    ) -> tuple[KeptRun, float] | None:
+    def nearest(self, key: RunKey, embedding: Embedding, prompt: str, seed: int | None) -> tuple[KeptRun, float] | None:
         """The run of this key with the most similar prompt, and the similarity, -1..1. seed: of the noise that it must
-        have begun with; None: any. others: runs that do not count. None: there is none.
+        have begun with; None: any of which there is no picture of this prompt yet. None: there is none.
         """
         if (group := self._groups.get(key)) is None:
             return None
-        places = [run.place for run in others if run.key == key and not run.is_dropped]
-        found = group.nearest(embedding, seed, places)
+        found = group.nearest(embedding, prompt, seed)
         return None if found is None else (found[0], round(found[1], DIGITS))
 
-    def lend(self, run: KeptRun) -> None:
-        """Note that a request begins in a state of a run, which stays until it is given back."""
+    def lend(self, run: KeptRun, prompt: str) -> None:
+        """Note that a request of this prompt begins in a state of a run, which stays until it is given back."""
+        self.num_recalled += 1
+        run.note_prompt(prompt)
         run.num_readers += 1
         if run.num_readers == 1:
             self._lent_bytes += run.nbytes
@@ -143,10 +156,11 @@ class KeptStates:
     # ------------------------------------------------------------------------------------------------- dropping
 
     def drop(self, model: str, content_id: str, cache_salt: str) -> None:
-        """Forget all runs of a picture to edit."""
-        meant = model, content_id, cache_salt
-        for run in [run for run in self._runs if (run.key.model, run.key.content_id, run.key.cache_salt) == meant]:
-            self._drop(run)
+        """Forget all runs of a picture to edit. cache_salt: of its pages, see `CacheConfig.salt`; "": of all owners."""
+        meant = [run for run in self._runs if (run.key.model, run.key.content_id) == (model, content_id)]
+        for run in meant:
+            if cache_salt in ("", run.key.owner):
+                self._drop(run)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all records agree."""
@@ -223,19 +237,20 @@ class _Group:
         if 4 * len(self.runs) <= len(self._seeds):
             self._resize(max(1, 2 * len(self.runs)))
 
-    def nearest(self, embedding: Embedding, seed: int | None, others: Sequence[int]) -> tuple[KeptRun, float] | None:
-        """The run with the most similar prompt, of equal ones the last used, and the similarity. seed: that it must
-        have; None: any. others: places of runs that do not count. None: there is none."""
+    def nearest(self, embedding: Embedding, prompt: str, seed: int | None) -> tuple[KeptRun, float] | None:
+        """The run with the most similar prompt, of equal ones the last used, and the similarity. prompt, seed: see
+        KeptStates. None: there is none."""
         number = len(self.runs)
-        similarities = self._embeddings[:number] @ embedding
-        similarities[others] = -np.inf
-        if seed is not None:
-            similarities[self._seeds[:number] != seed] = -np.inf
-        most = float(similarities.max(initial=-np.inf))
-        if not most > -np.inf:  # none is left, or the prompt's embedding is no number
-            return None
-        places = np.flatnonzero(similarities == most).tolist()
-        return max((self.runs[place] for place in places), key=lambda run: run.last_used), most
+        places = np.arange(number) if seed is None else np.flatnonzero(self._seeds[:number] == seed)
+        rows = self._embeddings[:number] if seed is None else self._embeddings[places]  # few have it
+        similarities = rows @ embedding
+        while (most := float(similarities.max(initial=-np.inf))) > -np.inf:  # an embedding that is no number ends it
+            nearest = similarities == most
+            runs = [self.runs[place] for place in places[nearest].tolist()]
+            if able := [run for run in runs if seed is not None or run.makes_new(prompt)]:
+                return max(able, key=lambda run: run.last_used), most
+            similarities[nearest] = -np.inf
+        return None
 
     def _resize(self, rows: int) -> None:
         number = len(self.runs)

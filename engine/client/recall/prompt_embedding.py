@@ -13,7 +13,7 @@ import msgspec
 from core.graph.workflows.embed_prompt import EMBED_PROMPT
 from core.handles import ArrayRef, Artefact
 from core.ipc.shared_array import carve
-from core.messages.engine import EngineRequest, Finished
+from core.messages.engine import EngineRequest, Failed, Finished
 from core.scheduling.ops.embed import MAX_EMBEDDING
 from engine.client.recall.kept_states import Embedding
 from engine.client.services import Services
@@ -34,18 +34,23 @@ class PromptEmbedding:
         self._answer: RequestOutput | None = None
 
     async def embed(self, request: EngineRequest) -> Embedding | None:
-        """The embedding of a picture's prompt. request: the picture's. None: it was not made, for a reason that the
-        picture's request will meet, too. Raises EngineDeadError, ModelUnavailableError, MessageError.
+        """The embedding of a picture's prompt. request: the picture's. None: it was not made; the picture may still be.
+        Raises EngineDeadError, also if engines died of it: more of them would die of the picture's request;
+        ModelUnavailableError, MessageError.
         """
         asked = self._make_request(request)
         self._services.router.submit(asked, self._on_output)
         self._request_id = asked.request_id
         await self._done.wait()
-        if not isinstance(self._answer, Finished):
-            return None
-        (width,) = self._answer.shapes["embedding"]
-        embedding: Embedding = self._services.arena.view(self._place)[:width].copy()
-        return embedding
+        match self._answer:
+            case Finished(shapes=shapes):
+                (width,) = shapes["embedding"]
+                embedding: Embedding = self._services.arena.view(self._place)[:width].copy()
+                return embedding
+            case Failed(failure=failure) if failure.kind == "engine_dead":
+                raise failure.to_error()
+            case _:
+                return None
 
     def give_up(self) -> None:
         """Abort it, if it is not made yet."""

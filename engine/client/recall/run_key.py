@@ -11,7 +11,7 @@ from core.sampling_params import SamplingParams
 class RunKey(NamedTuple):
     """All that a run's states depend on, but for its prompt and seed, and whose they are."""
 
-    cache_salt: str  # see `CacheConfig.salt`
+    owner: str  # digest of its API key; whatever `CacheConfig.scope` is, since a state shows what its picture is like
     model: str
     patches: PatchSet
     workflow: str

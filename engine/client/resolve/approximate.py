@@ -40,12 +40,12 @@ def levels_of(model: ModelInfo, config: StencilConfig) -> Sequence[SkipLevel]:
 def can_recall(edit: PreparedEdit, levels: Sequence[SkipLevel], workflows: Collection[str]) -> bool:
     """Whether an edit that asks for it can keep states, and recall some: without a mask, since outside of one nothing
     is a question of the prompt; steered neither by control pictures nor by adapters that come late; in one loop, by a
-    sampler with one call of the model for each step; and with enough steps that any may be skipped. workflows: names of
-    those that engines run.
+    sampler with one call of the model for each step, which depends on the latents alone, as states hold nothing else;
+    and with enough steps that any may be skipped. workflows: names of those that engines run.
     """
     model, images = edit.model, edit.prepared
     is_whole = images.unmasked and images.crop is None and edit.edit.mask_request is None
     is_steered = bool(edit.controls.controls) or edit.choice.steps_without > 0
-    is_plain = not is_steered and model.solver_order == 1 and not model.extra_steps
+    is_plain = not is_steered and model.solver_order == 1 and not model.extra_steps and not model.remembers_steps
     has_variant = recalled_name(edit.graph.name) in workflows
     return is_whole and is_plain and has_variant and bool(skips_of(levels, sum(edit.rounds)))

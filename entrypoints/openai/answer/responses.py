@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -106,9 +107,9 @@ def usage(call: ImagesCall, reports: Sequence[EditReport]) -> dict[str, Any]:
 
 
 def stencil(call: ImagesCall, images: Sequence[ImageOutput]) -> dict[str, Any]:
-    """The `stencil` object of an answer. With several images, `seed` and `degrees` are the first one's, each part of
-    `ms` is the maximum, `template_ids` and `steps_without_lora` have an entry for each, `primed` and `full_blocks`
-    cover all of them; the rest is equal for all.
+    """The `stencil` object of an answer. With several images, `seed`, `steps_computed` and `degrees` are the first
+    one's, each part of `ms` is the maximum, `template_ids`, `steps_without_lora` and `approximate_caching` have an
+    entry for each, `primed` and `full_blocks` cover all of them; the rest is equal for all.
     """
     reports = [_report(image) for image in images]
     first = reports[0]
@@ -126,7 +127,7 @@ def stencil(call: ImagesCall, images: Sequence[ImageOutput]) -> dict[str, Any]:
         "mask_ratio": first.mask_ratio,
         "active_tokens": first.active_tokens,
         "image_tokens": first.image_tokens,
-        **_recalled(reports),
+        **_recalled(images, reports),
         **({} if first.found is None else {"mask": first.found}),
         "crop": first.crop,
         "cache": first.cache,
@@ -147,12 +148,12 @@ def _values(image: ImageOutput) -> dict[str, Any]:
     return {"values": shown_values(values)} if values else {}
 
 
-def _recalled(reports: Sequence[EditReport]) -> dict[str, Any]:
-    """What approximate caching did, if it was asked for; of several images for each."""
-    if reports[0].recalled is None:
-        return {}
-    shown = [report.recalled for report in reports]
-    return {"approximate_caching": shown[0] if len(shown) == 1 else shown}
+def _recalled(images: Sequence[ImageOutput], reports: Sequence[EditReport]) -> dict[str, Any]:
+    """What approximate caching did, if it was asked for, and the seed, which may be a source's; of several images for
+    each."""
+    recalled = [(image.seed, report.recalled) for image, report in zip(images, reports, strict=True)]
+    shown = [{"seed": seed, **asdict(each)} for seed, each in recalled if each is not None]
+    return {"approximate_caching": shown[0] if len(shown) == 1 else shown} if shown else {}
 
 
 def _steps_without_lora(reports: Sequence[EditReport]) -> dict[str, Any]:

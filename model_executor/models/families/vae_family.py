@@ -93,6 +93,7 @@ class VaeFamily(Family):
             latent_width=self._latent_width,
             default_num_inference_steps=self._checkpoint.defaults.num_inference_steps or num_inference_steps,
             solver_order=self._sampling.order,
+            remembers_steps=self._sampling.remembers_steps,
             min_inference_steps=self._sampling.min_steps,
             has_shift=self._sampling.has_shift,
             takes_sigmas=self._sampling.takes_sigmas,

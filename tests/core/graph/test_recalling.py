@@ -39,6 +39,14 @@ def test_a_users_workflow_has_a_variant_also_if_a_node_is_called_so() -> None:
     assert found["recalled_mine"].nodes[0] == Node("recall_2", "recall")
 
 
+SEEN = Node("seen", "image_encode", inputs=(Edge("paint", "image", "picture"),))
+
+
+def _with_condition_of(node: Node) -> tuple[Node, ...]:
+    edges = (replace(edge, source=node.name) if edge.name == "condition" else edge for edge in DENOISE.inputs)
+    return (replace(DENOISE, inputs=tuple(edges)),)
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -47,8 +55,9 @@ def test_a_users_workflow_has_a_variant_also_if_a_node_is_called_so() -> None:
         replace(INPAINT, nodes=tuple(replace(n, role="refiner") if n.op == "denoise" else n for n in INPAINT.nodes)),
         replace(INPAINT, nodes=(*INPAINT.nodes[:2], Node("segment", "segment"), *INPAINT.nodes[3:])),
         WORKFLOWS["class_conditional"],
+        replace(INPAINT, nodes=(*INPAINT.nodes[:2], SEEN, *_with_condition_of(SEEN), *INPAINT.nodes[3:])),
     ],
-    ids=["strength", "steps", "role", "no steps", "no prompt"],
+    ids=["strength", "steps", "role", "no steps", "no prompt", "what a class has made"],
 )
 def test_other_loops_cannot(other: object) -> None:
     assert DENOISE in INPAINT.nodes

@@ -93,6 +93,14 @@ def test_image_processors_are_read_at_each_scrape() -> None:
     assert (seen["stencil:image_result_bytes"], seen["stencil:image_drain_seconds"]) == (9, 1.5)
 
 
+def test_states_are_read_at_each_scrape() -> None:
+    metrics, states = Metrics(), SimpleNamespace(used_bytes=0, num_recalled=0)
+    metrics.watch_states(states)
+    states.used_bytes, states.num_recalled = 4096, 2
+    seen = values(metrics)
+    assert (seen["stencil:approximate_cache_used_bytes"], seen["stencil:approximate_cache_hits_total"]) == (4096, 2)
+
+
 def test_finished_aborted_failed_rejected() -> None:
     metrics = Metrics()
     finish(metrics)

@@ -67,6 +67,7 @@ def exported() -> dict[str, Exported]:
     metrics.watch_queue(lambda: 0, lambda: 0)
     images = SimpleNamespace(num_waiting=0, num_running=0, num_deaths=0, num_retries=0, result_bytes=0)
     metrics.watch_image_processors(images, lambda: 0.0)
+    metrics.watch_states(SimpleNamespace(used_bytes=0, num_recalled=0))
     metrics.expect(["m"], 1)
     metrics.observe_load(0, LOAD, STATS)
     found = {}

@@ -185,3 +185,10 @@ def test_clean_prediction_inverts_the_noising() -> None:
     clean, noise, sigma = torch.randn(5, 64), torch.randn(5, 64), torch.tensor(0.7)
     latents = (1 - sigma) * clean + sigma * noise
     torch.testing.assert_close(predict_clean(latents, noise - clean, sigma), clean)
+
+
+def test_a_sampler_remembers_steps_if_it_draws_noise_or_takes_two_for_one() -> None:
+    found = {type(each).__name__: make(each)[0].remembers_steps for each in SCHEDULERS}
+    assert found["FlowMatchLCMScheduler"]
+    assert found["FlowMatchHeunDiscreteScheduler"]
+    assert not make(FlowMatchEulerDiscreteScheduler())[0].remembers_steps

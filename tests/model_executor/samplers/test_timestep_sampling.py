@@ -139,3 +139,22 @@ def test_clean_prediction_inverts_the_noising(scheduler: Any) -> None:
 def test_unsupported_options_are_named(scheduler: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         TimestepSampling(scheduler)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=name_of)
+def test_a_run_can_go_on_from_its_latents_alone_unless_the_sampler_remembers_steps(scheduler: Any) -> None:
+    sampling, _ = make(scheduler)
+
+    def rest_of(latents: Tensor, first: int, kept: int) -> tuple[Tensor, Tensor]:
+        """The latents after so many of the last steps of 8, without the first ones, and after all of them."""
+        run, after = sampling.run(8, 8 - first), latents
+        state = sampling.begin(run, torch.Generator("cpu").manual_seed(0))
+        for step in range(len(sampling.noise_levels(run)) - 1):
+            after = latents if step == kept else after
+            latents, state = sampling.step(latents, latents.sin(), state, step)
+        return after, latents
+
+    after, expected = rest_of(torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)), 0, 4)
+    _, found = rest_of(after, 4, 0)
+    if not sampling.extra_steps:  # of which such runs have too many
+        assert torch.equal(found, expected) == (not sampling.remembers_steps)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from core.sampling_params import SamplingParams
-from engine.client.recall.kept_states import Embedding, KeptRun, KeptStates
+from engine.client.recall.kept_states import MOST_PROMPTS, Embedding, KeptRun, KeptStates
 from engine.client.recall.run_key import RunKey
 from engine.client.sessions.client_arena import ClientArena
 
@@ -35,9 +35,10 @@ def direction(*numbers: float) -> Embedding:
 def keep(
     states: KeptStates, name: str, embedding: Embedding | None = None, *, of: RunKey | None = None, seed: int = 1
 ) -> KeptRun | None:
+    """Its prompt is its name."""
     run = states.reserve(KeptRun(of or key(), seed, name, 0), (2, 4), SHAPE, WIDTH)
     if run is not None:
-        states.add(run, direction(1) if embedding is None else embedding)
+        states.add(run, direction(1) if embedding is None else embedding, name)
     return run
 
 
@@ -45,8 +46,10 @@ def names(states: KeptStates) -> list[str]:
     return sorted(run.request_id for run in states._runs)
 
 
-def nearest(states: KeptStates, embedding: Embedding, of: RunKey | None = None, seed: int | None = None) -> str:
-    found = states.nearest(of or key(), embedding, seed, ())
+def nearest(
+    states: KeptStates, embedding: Embedding, of: RunKey | None = None, seed: int | None = None, prompt: str = "p"
+) -> str:
+    found = states.nearest(of or key(), embedding, prompt, seed)
     return "" if found is None else f"{found[0].request_id} {found[1]:g}"
 
 
@@ -60,6 +63,34 @@ def test_the_most_similar_prompt_of_an_equal_run_is_found(arena: ClientArena) ->
     assert nearest(states, direction(1, 0), seed=3) == ""
     for other in (key(owner="you"), key(model="n"), key(content_id="c")):
         assert nearest(states, direction(1, 0), other) == ""
+
+
+def test_without_a_seed_no_prompt_has_a_picture_that_it_has_had(arena: ClientArena) -> None:
+    states = KeptStates(10 * RUN_BYTES, arena)
+    run, _ = keep(states, "right", direction(1, 0)), keep(states, "up", direction(0, 1))
+    assert run is not None
+    assert nearest(states, direction(1, 0), prompt="right") == "up 0", "its own would be the same again"
+    assert nearest(states, direction(1, 0), prompt="right", seed=1) == "right 1", "asked for by its seed"
+    states.lend(run, "p")
+    states.give_back(run)
+    assert nearest(states, direction(1, 0)) == "up 0"
+    assert nearest(states, direction(1, 0), prompt="q") == "right 1"
+    for number in range(100):
+        states.lend(run, str(number))
+        states.give_back(run)
+    assert len(run.prompts) == MOST_PROMPTS, "bounded"
+    assert nearest(states, direction(1, 0), prompt="q") == "up 0", "it is not known whether there is one already"
+
+
+def test_whose_pages_are_dropped_loses_its_states(arena: ClientArena) -> None:
+    states = KeptStates(10 * RUN_BYTES, arena)
+    for owner in ("me", "you"):
+        keep(states, owner, of=key(owner, content_id="c"))
+    keep(states, "other", of=key(content_id="d"))
+    states.drop("m", "c", "me")
+    assert names(states) == ["other", "you"]
+    states.drop("m", "c", "")  # pages of all
+    assert names(states) == ["other"]
 
 
 def test_a_run_has_memory_for_its_states_alone(arena: ClientArena) -> None:
@@ -78,7 +109,7 @@ def test_the_least_useful_is_evicted_and_old_use_fades(arena: ClientArena) -> No
     used, *_ = [keep(states, name) for name in ("used", "b", "c")]
     assert used is not None
     for _ in range(3):
-        states.lend(used)
+        states.lend(used, "p")
         states.give_back(used)
     keep(states, "d")
     assert names(states) == ["c", "d", "used"], "of equal use the oldest"
@@ -94,8 +125,8 @@ def test_what_is_lent_stays_until_it_is_given_back(arena: ClientArena) -> None:
     run, other = keep(states, "a", of=key(content_id="c")), keep(states, "b")
     assert run is not None
     assert other is not None
-    states.lend(run)
-    states.lend(other)
+    states.lend(run, "p")
+    states.lend(other, "p")
     assert keep(states, "c") is None, "nothing may be evicted"
     states.drop("m", "c", "me")
     assert names(states) == ["b"]
@@ -132,11 +163,11 @@ def test_whatever_happens_the_records_agree(arena: ClientArena) -> None:
         match dice.randrange(4):
             case 0 | 1:
                 keep(states, str(number), vector, of=which)
-            case 2 if (found := states.nearest(which, vector, None, lent)) is not None:
-                best = max(float(run_vector @ vector) for run_vector in vectors(states, which, lent))
+            case 2 if (found := states.nearest(which, vector, prompt := dice.choice("pqr"), None)) is not None:
+                best = max(float(run_vector @ vector) for run_vector in vectors(states, which, prompt))
                 assert found[1] == pytest.approx(best, abs=1e-3)
                 assert found[0].key == which
-                states.lend(found[0])
+                states.lend(found[0], prompt)
                 lent.append(found[0])
             case 3 if lent:
                 states.give_back(lent.pop(dice.randrange(len(lent))))
@@ -146,6 +177,7 @@ def test_whatever_happens_the_records_agree(arena: ClientArena) -> None:
     assert states.used_bytes == len(states) * RUN_BYTES
 
 
-def vectors(states: KeptStates, which: RunKey, others: list[KeptRun]) -> list[Embedding]:
+def vectors(states: KeptStates, which: RunKey, prompt: str) -> list[Embedding]:
+    """Of runs that have made no picture of the prompt."""
     group = states._groups[which]
-    return [group._embeddings[number] for number, run in enumerate(group.runs) if run not in others]
+    return [group._embeddings[number] for number, run in enumerate(group.runs) if hash(prompt) not in run.prompts]

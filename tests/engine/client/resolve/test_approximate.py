@@ -8,13 +8,22 @@ import msgspec
 import pytest
 from fakes import MODEL
 
-from core.config import StencilConfig
+from core.config import EngineConfig, StencilConfig
 from core.errors import InvalidRequestError
+from core.graph.catalog import WORKFLOWS
+from core.graph.workflows.hires import HIRES
 from core.graph.workflows.inpaint import INPAINT
+from core.handles import NOWHERE
+from core.messages.image_processor import PrepareImages
+from core.model_choice import ModelChoice
 from core.sampling_params import SamplingParams
 from core.skip_level import SkipLevel
+from engine.client.edit_types import EditInput
 from engine.client.recall.edit_recall import without_steps
-from engine.client.resolve.approximate import wants_caching
+from engine.client.resolve.approximate import can_recall, wants_caching
+from engine.client.resolve.sampling_defaults import resolve
+from engine.client.sessions.prepared_edit import PreparedEdit
+from engine.images.image_ops import prepare_nothing
 
 LEVEL = SkipLevel(share=0.4, similarity=0.9, ssim_mean=0.98, ssim_p10=0.97, num_pairs=8)
 ABLE, CONFIG = msgspec.structs.replace(MODEL, skip_levels=(LEVEL,)), StencilConfig(approximate_cache_bytes=1)
@@ -39,6 +48,25 @@ def test_what_the_server_cannot_do_is_refused_to_requests_and_left_out_for_workf
         assert refusal.value.param == "approximate_caching"
         assert not wants_caching(OPEN, model, WORKFLOW, config)
     assert not wants_caching(ON, msgspec.structs.replace(ABLE, num_classes=10), INPAINT, CONFIG), "it has no effect"
+
+
+def test_samplers_that_remember_steps_and_edits_of_a_part_take_no_part() -> None:
+    job = PrepareImages(0, None, None, "luminance", (256, 256), 0, 256, 16, 256**2, NOWHERE)
+    images, sampling = prepare_nothing(job), resolve(ON, ABLE)
+    edit = EditInput(prompt="p", sampling=ON)
+    whole = PreparedEdit(edit, ModelChoice(ABLE), sampling, images, EngineConfig(), INPAINT)
+
+    def able(each: PreparedEdit) -> bool:
+        return can_recall(each, ABLE.skip_levels, WORKFLOWS)
+
+    assert able(whole)
+    for change in ({"remembers_steps": True}, {"solver_order": 2}, {"extra_steps": 1}):
+        other = msgspec.structs.replace(ABLE, **change)
+        assert not able(replace(whole, choice=ModelChoice(other))), change
+    assert not able(replace(whole, prepared=msgspec.structs.replace(images, unmasked=False)))
+    assert not able(replace(whole, choice=ModelChoice(ABLE, steps_without=2)))
+    assert not able(replace(whole, graph=HIRES))
+    assert not able(replace(whole, asked=msgspec.structs.replace(sampling, num_inference_steps=2))), "none to skip"
 
 
 @pytest.mark.parametrize("steps", [1, 7, 8, 28, 50, 200])
