@@ -157,7 +157,8 @@ class Fleet:
         self.settle()
         if kind not in self._known:
             if len(self._known) > MAX_KINDS:
-                self._known = {ANY: self._known[ANY]}
+                for other in self._known.keys() - {ANY}:  # not of a copy of this fleet alone
+                    del self._known[other]
             every = range(self.num_engines)
             self._known[kind] = _KnownSlots.empty(self.max_num_seqs, self.num_engines, every)
         return self._refresh(kind)

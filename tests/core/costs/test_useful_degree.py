@@ -46,6 +46,12 @@ def test_useful_degrees_have_no_gaps() -> None:
     assert useful_degree({1: 8.0}) == 1
 
 
+def test_what_is_unknown_shows_no_gain() -> None:
+    assert useful_degree({1: 0.0, 2: 0.0, 4: 0.0}) == 1
+    assert useful_degree({1: 0.0, 2: 1.0}) == 1
+    assert useful_degree({1: 8.0, 2: 0.0}) == 1
+
+
 # ------------------------------------------------------------------------------------------------ from samples
 
 

@@ -364,6 +364,7 @@ def test_the_next_round_of_a_controlnet_is_sent_before_the_step_that_it_reads_is
     assert scheduler.next_pass == pytest.approx(0.05, abs=0.002)
     plans = watched.plans(scheduler.next_pass)
     assert watched.runs(plans) == {("controlnet", 2, (1,))}
+    assert scheduler.load_report().running["a"].ranks == (0,), "of its steps"
     sent = {(each.key.name, each.key.version, each.source, each.target) for each in plans[0].deliveries}
     assert sent == {("latents", 1, 0, 1), ("sampler", 1, 0, 1)}
     assert not watched.rig.workers.run_one(1), "it waits for them"
