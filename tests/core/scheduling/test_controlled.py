@@ -15,6 +15,7 @@ from core.config import SchedulerConfig
 from core.control import Control
 from core.control_type import ControlType
 from core.costs.cost_model import features_of
+from core.costs.load_report import Queued
 from core.failure import Failure
 from core.graph.catalog import CONTROLLED, WORKFLOWS
 from core.graph.work import Work
@@ -300,6 +301,26 @@ def test_rounds_of_controlnets_do_not_count_as_steps_of_the_base() -> None:
     rig.scheduler.add(msgspec.structs.replace(controlled(make_edit("b", steps=4), EDGES), deadline=0.2))
     rig.run()
     assert [type(each) for each in rig.outputs] == [Finished] * 2
+
+
+def test_requests_with_controlnets_share_steps_if_all_are_in_time_then() -> None:
+    """Four steps of two take 0.36 s, and their ControlNets 0.04 s."""
+    rig = Rig()
+    rig.seconds = {"controlnet": 0.005, "denoise": 0.06}
+    rig.scheduler.learn(
+        CostSample("m", "transformer", "denoise", Work.of([280] * number), 0.03 + 0.03 * number, is_profile=True)
+        for number in (1, 2)
+    )
+    of_four_steps(rig, "a")
+    (*_, step) = (batch for batch in rig.batches if batch.op == "denoise")
+    for name in "bc":
+        made = controlled(make_edit(name, steps=4), EDGES)
+        rig.scheduler.add(msgspec.structs.replace(made, objective=0.5))
+    told = [change.load for change in rig.scheduler.load_report().queue if isinstance(change, Queued)]
+    assert [load.steps_left for load in told[-2:]] == [4, 4]
+    rig.run()
+    steps = [batch for batch in rig.batches if batch.op == "denoise" and batch.id > step.id]
+    assert [len(batch.items) for batch in steps] == [2] * 4
 
 
 def test_a_controlnet_beside_needs_no_room_in_the_arena() -> None:
