@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from core.costs.load_report import CostLine, EngineCosts, ModelLoad, RequestLoad
 from core.routing.engine_lanes import DONE, EngineLanes
-from core.routing.fleet import MAX_KINDS, Fleet
+from core.routing.fleet import MAX_KINDS, MAX_SIMULATED, Fleet
 from core.routing.policies import make_policy, outlook, predict_times, work_seconds
 from core.routing.weights import Weights
 
@@ -215,3 +215,19 @@ def test_few_kinds_of_requests_are_kept_however_many_come_for_engines_that_diffe
         predict_times(shape, fleet.serving("m", 0.0), 0.0)
         assert ((Weights(name, "class"),), 1) in fleet._known
         assert len(fleet._known) <= MAX_KINDS + 1
+
+
+def test_of_a_long_queue_that_is_overtaken_in_part_only_the_first_requests_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet, add, added = Fleet(1, 8), EngineLanes._add, list[RequestLoad]()
+    loads = [replace(load(10, 0.02), is_running=number < 8, owner="a") for number in range(1000)]
+    last = replace(load(10, 0.02), priority=2, owner="a")
+    fleet.observe(0, make_report(0, [*loads, last], 0.006, costs=COSTS), 0.0)
+    shape = dataclasses.replace(make_shape(), owner="a")
+    behind_all = predict_times(shape, fleet, 0.0).finish[0]
+    monkeypatch.setattr(EngineLanes, "_add", lambda self, load: (added.append(load), add(self, load)))
+    overtaking = fleet.before(0, 0.0, "a")
+    assert overtaking is not fleet
+    assert len(added) <= MAX_SIMULATED + 8
+    assert predict_times(shape, overtaking, 0.0).finish[0] == pytest.approx(behind_all, rel=0.01)
