@@ -11,7 +11,7 @@ import pytest
 from core.scheduling.dispatch import Decision, Dispatch
 from core.scheduling.policies.planner.default import Default
 from core.scheduling.policies.planner.plan import Plan
-from core.scheduling.policies.planner.repeated_steps import RepeatedSteps
+from core.scheduling.policies.planner.repeated_steps import Keeps, RepeatedSteps
 from core.scheduling.view import View
 
 Batches = list[Dispatch] | None
@@ -27,8 +27,10 @@ def compared(policy: Default) -> Iterator[list[bool]]:
     """While they are; for each pass that could be one, whether it was a repetition."""
     were_repeated, find = list[bool](), RepeatedSteps.next
 
-    def both(self: RepeatedSteps, view: View, plan: Plan, large: Collection[str], moving: frozenset[int]) -> Batches:
-        found = find(self, view, plan, large, moving)
+    def both(
+        self: RepeatedSteps, view: View, plan: Plan, large: Collection[str], moving: frozenset[int], keeps: Keeps
+    ) -> Batches:
+        found = find(self, view, plan, large, moving, keeps)
         if found is not None:
             whole, told = [_told(each) for each in _whole_pass(policy, view)], [_told(each) for each in found]
             assert sorted(whole) == sorted(told)

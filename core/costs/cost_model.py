@@ -179,6 +179,7 @@ class CostModel:
     def __init__(self) -> None:
         self._lines: dict[CostKey, FittedLine] = {}
         self._profiles: dict[CostKey, Profile] = {}
+        self._kin: dict[CostKey, list[Profile]] = {}  # key at degree 1 -> the profiles at any degree
         self._num_seen: dict[CostKey, Counter[int]] = {}  # rows of a batch -> how many were observed
         self._largest: dict[CostKey, int] = {}  # see `largest_seen`
         self._copies: dict[tuple[Tier, Tier], FittedLine] = {}
@@ -202,6 +203,8 @@ class CostModel:
 
     def add_profile(self, key: CostKey, profile: Profile) -> None:
         """Predict this kind of work from its tables, as far as they reach."""
+        profile.kin = self._kin.setdefault(msgspec.structs.replace(key, degree=1), [])
+        profile.kin.append(profile)
         self._profiles[key] = profile
 
     def predict_step(self, key: CostKey, work: Work) -> float:

@@ -15,7 +15,9 @@ MOST = 2.0
 
 
 class Profile:
-    """Predicts from tables. All measured latencies are stretched alike by what batches have taken since."""
+    """Predicts from tables. All measured latencies are stretched alike by what batches have taken since. While there
+    was none, they are by what those of the same work on other numbers of ranks have taken: the machine is the same.
+    """
 
     def __init__(self, exact: LatencyTable, masked: Mapping[int, LatencyTable] | None = None) -> None:
         """exact: of rows that compute all of their tokens. masked: tokens of a row -> table of rows that have so many
@@ -25,17 +27,26 @@ class Profile:
         """The largest number of rows that was measured at every size."""
         self.stretch = 1.0
         """Actual time of batches, as a multiple of the tables'."""
+        self.kin: list[Profile] = []
+        """The profiles of the same work on any number of ranks."""
+        self._is_observed = False
 
     def seconds(self, work: Work) -> float | None:
         """Predicted time of a batch; None for one outside of what was measured."""
         measured = self._measured(work)
-        return None if measured is None else measured * self.stretch
+        return None if measured is None else measured * (self.stretch if self._is_observed else self._usual_stretch)
+
+    @property
+    def _usual_stretch(self) -> float:
+        observed = [each.stretch for each in self.kin if each._is_observed]
+        return sum(observed) / len(observed) if observed else self.stretch
 
     def observe(self, work: Work, seconds: float) -> None:
         """Note how long a batch has taken."""
         measured = self._measured(work)
         if measured is not None:
             ratio = min(max(seconds / measured, self.stretch / MOST), self.stretch * MOST)
+            self._is_observed = True
             self.stretch = FORGET * self.stretch + (1 - FORGET) * ratio
 
     def _measured(self, work: Work) -> float | None:

@@ -7,7 +7,7 @@ two are in the same lanes, each step takes as long as both of theirs, as if they
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -138,7 +138,7 @@ class EngineLanes:
         for lane in self._lanes:
             lane.time += seconds
 
-    def next_lane(self, ranks: Iterable[int] = (), degree: int = 1) -> Lane:
+    def next_lane(self, ranks: RankIds = (), degree: int = 1) -> Lane:
         """The lane of a newcomer, when the engine has a slot for it; of several the one where most is left. ranks:
         those that can make its steps, (): all. degree: lanes that it is in.
         """
@@ -147,13 +147,11 @@ class EngineLanes:
 
     # ------------------------------------------------------------------------------------------------- inside
 
-    def _in_order(self, ranks: Iterable[int]) -> list[Lane]:
+    def _in_order(self, ranks: RankIds) -> list[Lane]:
         """The lanes of these ranks as of the time when a slot is free, those with least work first."""
-        if len(self._lanes) > 1:
-            able = {*ranks}
-            lanes = [lane for lane in self._lanes if lane.rank in able] or [*self._lanes]
-        else:
-            lanes = self._lanes
+        lanes = self._lanes
+        if len(lanes) > 1:
+            lanes = (ranks and [lane for lane in lanes if lane.rank in ranks]) or [*lanes]
         for lane in lanes:
             lane.pass_until(self._free_at, self.base_seconds)
         if len(lanes) > 1:
@@ -162,7 +160,7 @@ class EngineLanes:
 
     def _lanes_for(self, load: RequestLoad) -> Sequence[Lane]:
         """The lanes where a request makes its steps, or is to make them."""
-        at_home = [lane for lane in self._lanes if lane.rank in load.ranks]
+        at_home = load.ranks and [lane for lane in self._lanes if lane.rank in load.ranks]
         return at_home or self._in_order(())[: load.degree]
 
     def _add(self, load: RequestLoad) -> None:
@@ -177,7 +175,9 @@ class EngineLanes:
     def _free_slot(self) -> None:
         """Let time pass until a slot is free."""
         while len(self._held) >= self._num_slots:
-            lane = min(self._lanes, key=lambda lane: lane.next_end(self.base_seconds))
+            lane = self._lanes[0]
+            if len(self._lanes) > 1:
+                lane = min(self._lanes, key=lambda lane: lane.next_end(self.base_seconds))
             self._end(lane.end_first(self.base_seconds))
             self._free_at = max(self._free_at, lane.time)
 

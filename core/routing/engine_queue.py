@@ -23,6 +23,10 @@ class QueueRest(NamedTuple):
     steps: int
     seconds: float  # all of their work, without the constant part of their steps
 
+    @classmethod
+    def of(cls, loads: Sequence[RequestLoad]) -> QueueRest:
+        return cls(*_sums(loads))
+
 
 @dataclass(slots=True)
 class _Held:

@@ -29,7 +29,7 @@ from core.costs.load_report import LoadReport, RequestLoad
 from core.costs.useful_degree import useful_degree
 from core.handles import RankIds
 from core.routing.engine_lanes import EngineLanes, Lane
-from core.routing.engine_queue import EngineQueue
+from core.routing.engine_queue import EngineQueue, QueueRest
 from core.routing.fleet_costs import FleetCosts, SizeCosts, TokensBeside, Vector
 from core.routing.model_map import LoadWait, ModelMap
 from core.routing.overtaking import staying_ahead
@@ -157,7 +157,8 @@ class Fleet:
         self.settle()
         if kind not in self._known:
             if len(self._known) > MAX_KINDS:
-                self._known = {ANY: self._known[ANY]}
+                for other in self._known.keys() - {ANY}:  # not of a copy of this fleet alone
+                    del self._known[other]
             every = range(self.num_engines)
             self._known[kind] = _KnownSlots.empty(self.max_num_seqs, self.num_engines, every)
         return self._refresh(kind)
@@ -325,7 +326,9 @@ class Fleet:
         reported, loads = self._reported[engine], self._queues[engine].loads()
         staying = [loads[index] for index in indices if index < len(loads)]
         self.held_seconds[engine] = sum(load.step_seconds for load in staying)
-        self._lanes[engine] = self._lanes_with(engine, reported, staying)
+        number = self._num_simulated(engine)
+        rest = QueueRest.of(staying[number:]) if len(staying) > number else None
+        self._lanes[engine] = self._lanes_with(engine, staying[:number], rest)
         self._note_moved(engine)
         pending = [(sent.load, sent.time) for sent in self._pending[engine] if sent.load is not None]
         for index in indices:
@@ -422,22 +425,27 @@ class Fleet:
         return [*self._queues[engine].loads(), *pending]
 
     def _settle_engine(self, engine: int) -> None:
-        number = MAX_SIMULATED // len(self._ranks[engine]) + self.max_num_seqs
-        first, rest = self._queues[engine].split(number)
+        first, rest = self._queues[engine].split(self._num_simulated(engine))
         pending = [sent.load for sent in self._pending[engine] if sent.load is not None]
         if rest is None:
             first = [*first, *pending]
-        lanes = self._lanes[engine] = self._lanes_with(engine, self._reported[engine], first)
+        lanes = self._lanes[engine] = self._lanes_with(engine, first, rest)
         if rest is not None:
-            rounds = rest.steps / self.max_num_seqs
-            lanes.delay(rest.seconds / lanes.num_lanes + rounds * float(self.base_seconds[engine]))
             for load in pending:
                 lanes.line_up(load, 0.0)
         self._note_moved(engine)
 
-    def _lanes_with(self, engine: int, now: float, loads: Sequence[RequestLoad]) -> EngineLanes:
-        """An engine's lanes with these requests, most urgent first."""
-        return EngineLanes(self._ranks[engine], self.max_num_seqs, float(self.base_seconds[engine]), loads, now)
+    def _num_simulated(self, engine: int) -> int:
+        """See MAX_SIMULATED."""
+        return MAX_SIMULATED // len(self._ranks[engine]) + self.max_num_seqs
+
+    def _lanes_with(self, engine: int, loads: Sequence[RequestLoad], rest: QueueRest | None) -> EngineLanes:
+        """An engine's lanes, at its last report, with these requests, most urgent first, and the rest of the queue."""
+        base = float(self.base_seconds[engine])
+        lanes = EngineLanes(self._ranks[engine], self.max_num_seqs, base, loads, self._reported[engine])
+        if rest is not None:
+            lanes.delay(rest.seconds / lanes.num_lanes + rest.steps / self.max_num_seqs * base)
+        return lanes
 
     def _line_up(self, engine: int, load: RequestLoad, now: float) -> None:
         """Append a request to the engine's queue."""

@@ -183,10 +183,10 @@ class Site:
     def teach(self, cost: CostModel, unit: Unit) -> None:
         """Give a cost model the profile of all work, and of loads."""
         for key, every in self._profiles(unit).items():
-            table = LatencyTable((len(work.queries), work.queries[0], seconds) for work, seconds in every)
-            cost.add_profile(key, Profile(table))
             for work, seconds in every:
                 cost.observe(key, work, seconds)
+            table = LatencyTable((len(work.queries), work.queries[0], seconds) for work, seconds in every)
+            cost.add_profile(key, Profile(table))
         for gigabytes in (1, 10, 30):
             cost.observe_load(_bytes(gigabytes), gigabytes / self.numbers.load_gigabytes_per_second)
 

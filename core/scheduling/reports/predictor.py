@@ -137,15 +137,20 @@ class Predictor:
 
     def _make_work_left(self, request: Request) -> WorkLeft:
         before, after = self._seconds_beside(request)
-        steps, seconds, tokens, keys = 0, 0.0, 0, 0
+        steps, seconds, serving, tokens, keys = 0, 0.0, 0.0, 0, 0
         for node in request.workflow.steps:
             for times, work in request.steps_left(node):
+                of_node = times * self.batch_seconds(request.keys_of(node), op_of(node), work)
+                if op_of(node).serves_step:
+                    serving += of_node
+                    continue
+                seconds += of_node
                 steps += times
-                seconds += times * self.batch_seconds(request.keys_of(node), op_of(node), work)
                 tokens += times * sum(work.queries)
                 keys += times * sum(work.keys)
         mean = max(steps, 1)
-        return WorkLeft(steps, tokens / mean, keys / mean, before, after, before + seconds + after)
+        alone = before + seconds + serving + after
+        return WorkLeft(steps, tokens / mean, keys / mean, serving, before, after, alone)
 
     def _seconds_beside(self, request: Request) -> tuple[float, float]:
         """(seconds before, seconds after) the steps."""
@@ -170,6 +175,12 @@ class Predictor:
     def remaining_step_seconds(self, request: Request) -> float:
         """Seconds that a request's remaining steps add to the steps of its batch."""
         return sum(self._node_step_seconds(request, node) for node in request.workflow.steps)
+
+    def _added_seconds(self, request: Request) -> float:
+        """The same, with all of the time of what works for these steps, in batches of its own."""
+        serving = (node for node in request.workflow.steps if op_of(node).serves_step)
+        constants = (request.progress.times_left(node) * self._coefficients(request, node)[0] for node in serving)
+        return self.remaining_step_seconds(request) + sum(constants)
 
     def _node_step_seconds(self, request: Request, node: Node) -> float:
         canvas, steps = request.spec.canvas(node.canvas), request.progress.times_left(node)
@@ -239,10 +250,10 @@ class Predictor:
 
     def _make_request_load(self, request: Request) -> RequestLoad:
         work, head, is_running = self.work_left(request), request.head, request.status is Status.RUNNING
-        added, beside = self.remaining_step_seconds(request) / max(work.steps, 1), work.before + work.after
+        added, other = self._added_seconds(request) / max(work.steps, 1), work.before + work.after
         told = head.priority, is_running, head.arrival, head.owner
         ranks = request.step_ranks if is_running else ()
-        return RequestLoad(work.steps, added, beside, *told, self._useful_degree(request), ranks)
+        return RequestLoad(work.steps, added, other, *told, self._useful_degree(request), ranks)
 
     def _coefficients(self, request: Request, node: Node) -> tuple[float, ...]:
         return self.cost.coefficients(self.key(request.keys_of(node), op_of(node)))

@@ -229,7 +229,7 @@ class Reporter:
         """Seconds until all running and waiting requests are done, assuming batches as full as the queue allows, and
         that ranks share what each request takes.
         """
-        steps = self._running.steps + sum(self._waiting.steps.values())
+        steps = self._running.steps + self._waiting.num_steps
         num_busy = min(len(self._ranks.up), len(self._running) + len(self._waiting))
         seconds = (self._running.seconds + self._waiting.seconds) / max(1, num_busy)
         return seconds + steps * base_seconds / self._num_together(len(self._running))

@@ -30,6 +30,7 @@ class WaitingWork:
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
         self._terms: dict[str, _Terms] = {}  # request id -> its terms, of every waiting request
+        self._num_steps = 0
         self._not_by_op: dict[str, _Terms] = {}  # request id -> its terms, if they are not in the sums by op yet
         self._seconds = ExactSum()
         self._op_seconds: defaultdict[str, ExactSum] = defaultdict(ExactSum)
@@ -52,6 +53,11 @@ class WaitingWork:
         return float(self._seconds)
 
     @property
+    def num_steps(self) -> int:
+        """Remaining steps of all waiting requests, without what works for these."""
+        return self._num_steps
+
+    @property
     def steps(self) -> Mapping[CostKey, int]:
         """Key in the cost model -> number of steps."""
         return self._steps
@@ -71,6 +77,7 @@ class WaitingWork:
         terms = _Terms(request, load, tuple(self._predictor.steps_left(request)))
         self._terms[request.id] = self._not_by_op[request.id] = terms
         self._seconds.add(load.seconds)
+        self._num_steps += load.steps_left
         for key, number in terms.steps:
             self._steps[key] += number
 
@@ -80,6 +87,7 @@ class WaitingWork:
             return  # the request was removed when it began
         self._not_by_op.pop(request_id, None)
         self._seconds.remove(terms.load.seconds)
+        self._num_steps -= terms.load.steps_left
         for key, number in terms.steps:
             self._steps[key] -= number
         for op, seconds in terms.op_seconds:

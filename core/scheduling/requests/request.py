@@ -353,7 +353,7 @@ class Request:
         self.progress.start(node)
         self.sent_to[node.name, self.progress.scheduled[node.name] if node.region else 0] = ranks
         self.ranks.update(ranks)
-        if node.name in self.workflow.step_names:
+        if node.name in self.workflow.step_names and not op_of(node).serves_step:  # a ControlNet may be beside
             self.step_ranks = ranks
 
     def note_answer(self, node: Node) -> None:

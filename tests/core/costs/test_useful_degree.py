@@ -46,6 +46,12 @@ def test_useful_degrees_have_no_gaps() -> None:
     assert useful_degree({1: 8.0}) == 1
 
 
+def test_what_is_unknown_shows_no_gain() -> None:
+    assert useful_degree({1: 0.0, 2: 0.0, 4: 0.0}) == 1
+    assert useful_degree({1: 0.0, 2: 1.0}) == 1
+    assert useful_degree({1: 8.0, 2: 0.0}) == 1
+
+
 # ------------------------------------------------------------------------------------------------ from samples
 
 
@@ -61,6 +67,10 @@ def test_samples_of_a_profile_predict_steps_at_their_degrees() -> None:
     for _ in range(400):
         predictor.cost.observe(predictor.key(KEYS, op, 2), work, 0.7)
     assert predictor.step_seconds(KEYS, op, work, 2) == pytest.approx(0.7, rel=0.01)
+    assert predictor.step_seconds(KEYS, op, work, 1) == pytest.approx(1.4, rel=0.01), "the machine is slower"
+    for _ in range(400):
+        predictor.cost.observe(predictor.key(KEYS, op, 1), work, 1.0)
+    assert [predictor.step_seconds(KEYS, op, work, degree) for degree in (1, 2)] == pytest.approx([1.0, 0.7], rel=0.01)
 
 
 def test_without_a_profile_one_rank_is_predicted_as_any_batch_and_several_are_unknown() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from random import Random
 
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 
 from core.costs.load_report import CostLine, EngineCosts, ModelLoad, RequestLoad
 from core.routing.engine_lanes import DONE, EngineLanes
-from core.routing.fleet import Fleet
+from core.routing.fleet import MAX_KINDS, MAX_SIMULATED, Fleet
 from core.routing.policies import make_policy, outlook, predict_times, work_seconds
 from core.routing.weights import Weights
 
@@ -192,3 +193,41 @@ def test_a_large_request_is_predicted_on_as_many_ranks_as_it_gains_by() -> None:
     assert together == pytest.approx(0.9 * alone, rel=0.15), "all share the ranks, and the constant part of each step"
     fleet.observe(0, make_report(costs=shared_costs(0.9, 0.8)), 0.0)
     assert predict_times(shape, fleet, 0.0).finish[1] == pytest.approx(alone, rel=0.05), "it gains too little"
+
+
+def test_an_engine_whose_ranks_share_every_step_has_shown_no_step_on_one_rank() -> None:
+    costs = shared_costs(0.5, 0.3)
+    lines = tuple(line for line in costs.lines if line.op != "denoise" or line.degree > 1)
+    fleet = Fleet(1, 8)
+    fleet.observe(0, make_report(costs=EngineCosts(lines, costs.copies)), 0.0)
+    assert fleet.degree(make_shape()) == 1
+    assert predict_times(make_shape(), fleet, 0.0).finish[0] >= 0.0
+
+
+def test_few_kinds_of_requests_are_kept_however_many_come_for_engines_that_differ() -> None:
+    fleet = Fleet(2, 8, [{"m"}, {"m", "other"}])
+    names = [f"class {number}" for number in range(3 * MAX_KINDS)]
+    for engine in (0, 1):
+        models = tuple(ModelLoad(name, "class", "loaded", 0.0, ranks=(0,)) for name in names)
+        fleet.observe(engine, replace(make_report(costs=COSTS), lanes=(0, 1), num_ranks=2, models=models), 0.0)
+    for name in names:
+        shape = dataclasses.replace(make_shape(), needed=(Weights(name, "class"),))
+        predict_times(shape, fleet.serving("m", 0.0), 0.0)
+        assert ((Weights(name, "class"),), 1) in fleet._known
+        assert len(fleet._known) <= MAX_KINDS + 1
+
+
+def test_of_a_long_queue_that_is_overtaken_in_part_only_the_first_requests_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet, add, added = Fleet(1, 8), EngineLanes._add, list[RequestLoad]()
+    loads = [replace(load(10, 0.02), is_running=number < 8, owner="a") for number in range(1000)]
+    last = replace(load(10, 0.02), priority=2, owner="a")
+    fleet.observe(0, make_report(0, [*loads, last], 0.006, costs=COSTS), 0.0)
+    shape = dataclasses.replace(make_shape(), owner="a")
+    behind_all = predict_times(shape, fleet, 0.0).finish[0]
+    monkeypatch.setattr(EngineLanes, "_add", lambda self, load: (added.append(load), add(self, load)))
+    overtaking = fleet.before(0, 0.0, "a")
+    assert overtaking is not fleet
+    assert len(added) <= MAX_SIMULATED + 8
+    assert predict_times(shape, overtaking, 0.0).finish[0] == pytest.approx(behind_all, rel=0.01)

@@ -15,6 +15,7 @@ from core.config import SchedulerConfig
 from core.control import Control
 from core.control_type import ControlType
 from core.costs.cost_model import features_of
+from core.costs.load_report import Queued
 from core.failure import Failure
 from core.graph.catalog import CONTROLLED, WORKFLOWS
 from core.graph.work import Work
@@ -302,6 +303,26 @@ def test_rounds_of_controlnets_do_not_count_as_steps_of_the_base() -> None:
     assert [type(each) for each in rig.outputs] == [Finished] * 2
 
 
+def test_requests_with_controlnets_share_steps_if_all_are_in_time_then() -> None:
+    """Four steps of two take 0.36 s, and their ControlNets 0.04 s."""
+    rig = Rig()
+    rig.seconds = {"controlnet": 0.005, "denoise": 0.06}
+    rig.scheduler.learn(
+        CostSample("m", "transformer", "denoise", Work.of([280] * number), 0.03 + 0.03 * number, is_profile=True)
+        for number in (1, 2)
+    )
+    of_four_steps(rig, "a")
+    (*_, step) = (batch for batch in rig.batches if batch.op == "denoise")
+    for name in "bc":
+        made = controlled(make_edit(name, steps=4), EDGES)
+        rig.scheduler.add(msgspec.structs.replace(made, objective=0.5))
+    told = [change.load for change in rig.scheduler.load_report().queue if isinstance(change, Queued)]
+    assert [load.steps_left for load in told[-2:]] == [4, 4]
+    rig.run()
+    steps = [batch for batch in rig.batches if batch.op == "denoise" and batch.id > step.id]
+    assert [len(batch.items) for batch in steps] == [2] * 4
+
+
 def test_a_controlnet_beside_needs_no_room_in_the_arena() -> None:
     """What it reads goes from rank to rank."""
     rig = Rig(num_ranks=2)
@@ -364,6 +385,7 @@ def test_the_next_round_of_a_controlnet_is_sent_before_the_step_that_it_reads_is
     assert scheduler.next_pass == pytest.approx(0.05, abs=0.002)
     plans = watched.plans(scheduler.next_pass)
     assert watched.runs(plans) == {("controlnet", 2, (1,))}
+    assert scheduler.load_report().running["a"].ranks == (0,), "of its steps"
     sent = {(each.key.name, each.key.version, each.source, each.target) for each in plans[0].deliveries}
     assert sent == {("latents", 1, 0, 1), ("sampler", 1, 0, 1)}
     assert not watched.rig.workers.run_one(1), "it waits for them"

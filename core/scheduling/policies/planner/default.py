@@ -90,7 +90,7 @@ class Default(SchedulingPolicy):
         is_new = self._needs_plan(view)
         if is_new:
             self._make_plan(view, now)
-        again = None if is_new else self._repeated.next(view, self._plan, self._apart, self._moving)
+        again = None if is_new else self._repeat(view, now)
         if again is None and not is_new and self._is_stale(view):
             self._make_plan(view, now)
         decisions: Sequence[Decision] = self._over_all(view, now) if again is None else again
@@ -103,6 +103,12 @@ class Default(SchedulingPolicy):
             self._has_room |= not self._apart.isdisjoint(last)  # which have no lane whose next request follows
             self._repeated.forget()  # another request may begin
         return [*self._given_up(), *decisions]
+
+    def _repeat(self, view: View, now: float) -> Sequence[Decision] | None:
+        def keeps(request: Request, ranks: RankIds) -> bool:
+            return self._groups.keeps(view, request, ranks, now)
+
+        return self._repeated.next(view, self._plan, self._apart, self._moving, keeps)
 
     def _over_all(self, view: View, now: float) -> Sequence[Decision]:
         """The decisions of a whole pass, which is noted."""

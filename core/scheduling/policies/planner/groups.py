@@ -12,7 +12,7 @@ from core.config import PATIENCE_SECONDS
 from core.graph.workflow import op_of
 from core.handles import RankIds
 from core.scheduling.policies.buddies import power_of_two
-from core.scheduling.policies.planner.rank_plan import Contender, degrees, moves, plan
+from core.scheduling.policies.planner.rank_plan import Contender, degrees, moves, pays, plan
 from core.scheduling.policies.planner.step_homes import StepCost
 from core.scheduling.policies.step_speeds import Speeds, StepSpeeds
 from core.scheduling.requests.deadlines import due
@@ -151,6 +151,7 @@ class Groups:
         self._known: dict[str, tuple[_Doings, Contender]] = {}  # by request id
         self._small_costs: list[StepCost] = []
         self._known_by = 0  # the view's predictions
+        self._first: dict[str, int] = {}  # request id -> Contender.first at the last `choose`
         self.lanes: RankIds = ()
         """The ranks of the small requests."""
         self.moving = frozenset[int]()
@@ -186,6 +187,7 @@ class Groups:
             self._known, self._small_costs, self._known_by = {}, [], view.predictions
         queue = self._ready_queue(view)
         contenders = self._with_lanes(view, list(self._contenders(view, queue, now)))
+        self._first = {each.name: each.first for each in contenders}
         places = plan(contenders, view.ranks)
         groups = moves(contenders, places, view.ranks)
         self.moving = frozenset(
@@ -202,6 +204,14 @@ class Groups:
         self.lanes = lanes or self.lanes
         groups = {name: ranks for name, ranks in groups.items() if not name.startswith(LANE)}
         return groups, [request for request in queue if request.id in groups], lanes
+
+    def keeps(self, view: View, request: Request, ranks: RankIds, now: float) -> bool:
+        """Whether a large request that has these ranks is to have as many for its next step, as far as that depends on
+        itself: it has not come to need more to be in time, and those that it does not need still pay.
+        """
+        contender = self._contender(view, request, now)
+        first = contender.first
+        return first == self._first.get(request.id) and (len(ranks) <= first or pays(contender, len(ranks)))
 
     @property
     def has_small(self) -> bool:

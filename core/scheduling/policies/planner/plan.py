@@ -309,7 +309,8 @@ class Planner:
         num_denoisers = sum(self._num_on[rank] for rank in ranks) / len(ranks)
         seconds = inf if candidate.is_late else candidate.seconds / num_denoisers
         must, group = self._is_patient(candidate), (head.owner, head.priority)
-        return SlotTask(work.steps, work.tokens, work.before, work.after, seconds, must, group, able, head.call_id)
+        before = work.before + work.serving  # a rank that makes the steps does this, too
+        return SlotTask(work.steps, work.tokens, before, work.after, seconds, must, group, able, head.call_id)
 
     def _most_slots(self, request: Request) -> int:
         step = step_node(request)

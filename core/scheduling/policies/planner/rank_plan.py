@@ -77,6 +77,11 @@ def degrees(contenders: Sequence[Contender], num_ranks: int) -> list[int]:
     return given
 
 
+def pays(contender: Contender, degree: int) -> bool:
+    """Whether it would get this degree, if no other one needs the ranks."""
+    return degree == 1 or _gain(contender, degree // 2, degree) > 0
+
+
 def _gain(contender: Contender, degree: int, num_free: int) -> float:
     """Seconds saved per added rank by doubling a degree; 0 if that is not worth it or not possible."""
     before, after = contender.seconds(degree), contender.seconds(2 * degree)

@@ -16,6 +16,9 @@ from core.scheduling.policies.planner.plan import Plan, has_steps
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
 
+Keeps = Callable[[Request, RankIds], bool]
+"""(large request, its ranks) -> whether it is to have as many for its next step."""
+
 
 class WholePass(NamedTuple):
     """What a pass over all requests has decided."""
@@ -77,9 +80,12 @@ class RepeatedSteps:
             and not any(each.has_lost_rank or each.progress.is_restarting for each in view.requests.running)
         )
 
-    def next(self, view: View, plan: Plan, large: Collection[str], moving: frozenset[int]) -> list[Dispatch] | None:
+    def next(
+        self, view: View, plan: Plan, large: Collection[str], moving: frozenset[int], keeps: Keeps
+    ) -> list[Dispatch] | None:
         """The batches that the ranks whose steps have ended are to repeat; None if there may be anything else to do.
-        large: ids of the requests with groups. moving: ranks that are to have another group.
+        large: ids of the requests with groups. moving: ranks that are to have another group. keeps: whether one of
+        these requests keeps its ranks.
         """
         asked = view.open_ranks - self.idle
         if not self._is_only_stepping or not asked or not asked.isdisjoint(moving | self._later) or view.jobs():
@@ -89,7 +95,7 @@ class RepeatedSteps:
         batches = {last.ranks: last for rank in asked if (last := self._by_rank.get(rank)) is not None}
         if sum(map(len, batches)) != len(asked) or not all(map(asked.issuperset, batches)):
             return None
-        is_same = all(_can_be_repeated(view, batch, plan, large) for batch in batches.values())
+        is_same = all(_can_be_repeated(view, batch, plan, large, keeps) for batch in batches.values())
         return list(batches.values()) if is_same else None
 
 
@@ -103,7 +109,7 @@ def _holding(view: View, given: Collection[str]) -> Iterator[int]:
             yield from request.ranks
 
 
-def _can_be_repeated(view: View, batch: Dispatch, plan: Plan, large: Collection[str]) -> bool:
+def _can_be_repeated(view: View, batch: Dispatch, plan: Plan, large: Collection[str], keeps: Keeps) -> bool:
     """Whether a batch can be sent again and nothing else is to be done there. It may have had requests only to make
     room.
     """
@@ -111,6 +117,8 @@ def _can_be_repeated(view: View, batch: Dispatch, plan: Plan, large: Collection[
     first = batch.items[0][0]
     served = [first] if first.id in large else [each for each in plan.served_by(batch.ranks[0]) if has_steps(each)]
     if {each.id for each in served} != {request.id for request, _ in batch.items}:
+        return False
+    if first.id in large and not keeps(first, batch.ranks):
         return False
     for request, node in batch.items:
         if request.num_broken and request.runs_on_one_rank is not is_alone:

@@ -24,7 +24,7 @@ from core.scheduling.policies.planner.default import Default
 from core.scheduling.requests.request import Request
 from core.scheduling.scheduler import StepScheduler
 
-SEEDS = (*range(80), 245, 465, 1259, 1363, 1368, 1397, 1414, 6336)
+SEEDS = (*range(80), 245, 465, 1259, 1363, 1368, 1397, 1414, 5417, 6336)
 """With each of the last ones all ranks once waited: pages were to be primed by a model that was not loaded, or small
 requests had no ranks when the large ones, or the first of the small ones, had ended. With the last of all steps were
 repeated on a rank that held what another one waited for."""

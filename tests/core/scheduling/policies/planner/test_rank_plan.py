@@ -85,3 +85,9 @@ def test_a_request_waits_for_ranks_on_which_another_one_still_runs() -> None:
     grows, leaves = contender("grows", first=2, held=(0,)), contender("leaves", held=(1,), is_running=True)
     assert moves([grows, leaves], {"grows": (0, 1)}, range(2)) == {"grows": (0,)}
     assert moves([grows], {"grows": (0, 1)}, range(2)) == {"grows": (0, 1)}
+
+
+def test_a_request_that_is_due_asks_for_the_ranks_that_it_needs() -> None:
+    """Ten steps of 1 s, and 1 s besides."""
+    assert [contender("a").degree_within(limit) for limit in (11.0, 10.0, 5.0, 3.0, 2.0)] == [1, 2, 4, 8, 1]
+    assert contender("a", steps=0).degree_within(0.5) == 1

@@ -17,7 +17,7 @@ from core.graph.work import Work
 from core.messages.worker import CostSample
 from core.scheduling.policies.planner.default import Default
 from core.scheduling.policies.planner.plan import Plan
-from core.scheduling.policies.planner.repeated_steps import RepeatedSteps
+from core.scheduling.policies.planner.repeated_steps import Keeps, RepeatedSteps
 from core.scheduling.view import View
 
 
@@ -83,9 +83,11 @@ def test_steps_of_a_request_without_a_slot_are_not_repeated() -> None:
     site.scheduler.add(make_edit("a", steps=40))
     run_until(site, lambda: site.workers.steps_done("a") >= 5)
 
-    def asked(self: RepeatedSteps, view: View, plan: Plan, large: Collection[str], moving: frozenset[int]) -> Batches:
-        if again := find(self, view, plan, large, moving):
-            found.append(find(self, view, Plan(), large, moving))
+    def asked(
+        self: RepeatedSteps, view: View, plan: Plan, large: Collection[str], moving: frozenset[int], keeps: Keeps
+    ) -> Batches:
+        if again := find(self, view, plan, large, moving, keeps):
+            found.append(find(self, view, Plan(), large, moving, keeps))
         return again
 
     with pytest.MonkeyPatch.context() as patch:
@@ -154,3 +156,23 @@ def test_steps_are_repeated_where_all_requests_are_large() -> None:
         run_until(site, lambda: site.workers.steps_done("third") >= 1)
         assert site.workers.steps_done("second") < 60
     site.finish()
+
+
+def test_no_steps_are_repeated_on_too_few_ranks() -> None:
+    """Steps take longer than predicted, so that one request needs the other's rank to be in time."""
+    policy = Default()
+    site = Site(Random(0), 2, policy, max_plans_in_flight=1)
+    for rows, degree, seconds in ((1, 1, 4.0), (2, 1, 8.0), (1, 2, 2.6)):
+        work = Work.of([1048] * rows)
+        site.scheduler.learn([CostSample("m", "transformer", "denoise", work, seconds, True, degree)])
+    for name, objective in (("due", 100.0), ("other", None)):
+        made = make_edit(name, steps=20, num_tokens=1024)
+        site.scheduler.add(msgspec.structs.replace(made, objective=objective))
+    with compared(policy) as were_repeated:
+        for _ in range(14):
+            for rank in (0, 1):
+                site.answer(rank)
+            site.schedule()
+            site.now += 6.0
+    assert site.scheduler._requests["due"].step_ranks == (0, 1)
+    assert any(were_repeated)
