@@ -14,7 +14,6 @@ from core.handles import RankIds
 from core.messages.worker import Batch, BatchResult
 from core.scheduling.dispatch import Decision, Dispatch, GiveUp
 from core.scheduling.policies.planner.groups import Groups, Prediction, Predictions
-from core.scheduling.policies.planner.headroom import Headroom
 from core.scheduling.policies.planner.lane_pass import LanePass
 from core.scheduling.policies.planner.plan import Plan, Planner, has_steps
 from core.scheduling.policies.planner.repeated_steps import RepeatedSteps, WholePass
@@ -42,8 +41,6 @@ class Default(SchedulingPolicy):
         self._homes = StepHomes()
         self._repeated = RepeatedSteps()
         self._plan = Plan()
-        self._headroom = Headroom()
-        self._tried: set[str] = set()  # ids of late requests that were served nevertheless
         self._seen: tuple[RankIds, int] = (), 0  # the live ranks when the plan was made, and what they had
         self._apart: frozenset[str] = frozenset()  # ids of the large requests in the plan
         self._costs: dict[str, StepCost] = {}  # of the steps of the others, by id
@@ -67,8 +64,6 @@ class Default(SchedulingPolicy):
     def on_end(self, request_id: str) -> None:
         if all(request_id != each.request.id for each in self._plan.given_up):  # the plan has no place for those
             self._is_slot_left = self._has_room = True
-        self._headroom.note_end()
-        self._tried.discard(request_id)
         self._costs.pop(request_id, None)
         if self._apart and self._costs and not self._groups.has_small:
             self._is_wanted = True  # small requests that had no slot when the large ones lined up have no ranks
@@ -202,11 +197,6 @@ class Default(SchedulingPolicy):
         lanes = self._groups.lanes if self._apart else self._all_lanes(view)
         lanes = tuple(rank for rank in lanes if rank in view.ranks) or view.ranks[:1]
         self._plan = self._planned(view, requests, lanes, now)
-        for each in self._plan.given_up:
-            if each.request.status is Status.RUNNING and each.request.id not in self._tried:
-                self._headroom.note_wasted()
-        if self._plan.tried is not None:
-            self._tried.add(self._plan.tried.id)
         ended = {each.request.id for each in self._plan.given_up}
         if self._apart:
             self._groups.line_up(view, [each for each in requests if each.id not in ended], small, now)
@@ -219,7 +209,6 @@ class Default(SchedulingPolicy):
             lanes,
             self._costs,
             lambda request, work: self._alone(view, request, work),
-            self._headroom.value,
         ).plan(requests)
 
     def _alone(self, view: View, request: Request, work: WorkLeft) -> float:

@@ -26,7 +26,6 @@ from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.handles import RankIds
 from core.scheduling.dispatch import GiveUp
-from core.scheduling.policies.planner.headroom import LEAST
 from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
 from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.deadlines import TOO_LATE, due, why_late
@@ -35,6 +34,9 @@ from core.scheduling.requests.work_left import WorkLeft
 from core.scheduling.view import View
 
 NOTHING = StepCost(0.0, 0.0)
+
+HEADROOM = 1.03
+"""Time until a request is due, as a multiple of the time that it may be planned to take: plans are not exact."""
 
 LOOK_AHEAD = 4
 """Requests that a plan considers, the most urgent first, as a multiple of the slots. Later ones would get a slot too
@@ -63,7 +65,6 @@ class Plan:
     lanes: tuple[RankLane, ...] = ()
     others: tuple[Request, ...] = ()  # waiting ones that make no steps, or have made all of them before a rank died
     given_up: tuple[GiveUp, ...] = ()
-    tried: Request | None = None  # is late, and is served nevertheless
     # The requests that had a slot at the last `refill_slots`, lane by lane.
     served: list[Request] = field(default_factory=list)
     served_on: list[tuple[int, list[Request]]] = field(default_factory=list)  # (rank, those of one of its lanes)
@@ -131,7 +132,6 @@ class Planner:
     lanes: RankIds  # ranks where small requests make steps
     costs: Mapping[str, StepCost]  # of small requests, by id
     alone: Callable[[Request, WorkLeft], float]  # seconds of what is left of it, with as many ranks as are useful
-    headroom: float = LEAST
     _num_on: dict[int, int] = field(default_factory=dict)  # rank -> denoisers whose requests may make steps there
 
     def plan(self, requests: Sequence[Request]) -> Plan:
@@ -153,11 +153,11 @@ class Planner:
         lanes = [lane for group in groups.values() for lane in self._lanes(group, tried)]
         others = [each.request for each in kept if not each.work.steps]
         waiting = tuple(each for each in others if each.status is Status.WAITING)
-        return Plan(tuple(lanes), waiting, given_up, tried and tried.request)
+        return Plan(tuple(lanes), waiting, given_up)
 
     def _judge(self, request: Request) -> Candidate:
         work, time = self.view.work_left(request), due(request.head)
-        seconds = inf if time is None else (time - self.now) / self.headroom
+        seconds = inf if time is None else (time - self.now) / HEADROOM
         alone = self.alone(request, work)
         return Candidate(request, work, alone, seconds, alone > seconds)
 

@@ -24,8 +24,6 @@ from core.graph.work import Work
 from core.messages.engine import EngineRequest, Failed, Finished
 from core.messages.worker import Batch, ItemResult
 from core.scheduling.endings import Output
-from core.scheduling.policies.planner.default import Default
-from core.scheduling.policies.planner.headroom import LEAST
 from core.scheduling.policies.planner.plan import Plan, Planner
 from core.scheduling.requests.request import SUSPECT_DEATHS, Request
 from core.scheduling.scheduler import StepScheduler
@@ -190,19 +188,6 @@ def test_one_that_is_tried_goes_after_a_patient_one() -> None:
     outputs = engine.serve([edit("large", 80, None), edit("doubtful", 10, 9.5, arrival=70.5)])
     assert kinds(outputs)["large"] == "Finished"
     assert engine.ends["large"] == pytest.approx(80.0)
-
-
-def test_the_reserve_of_time_grows_if_a_request_that_has_begun_is_given_up() -> None:
-    """Not if one is that has not begun, or that was late from its beginning."""
-    urgent = [edit("first", 4, 5.5, arrival=2.5), edit("second", 4, 9.5, arrival=2.5), edit("third", 1, None, 8.5)]
-    for other, is_wasted in ((edit("other", 10, 12.0), True), (edit("other", 10, 9.5), False)):
-        engine = Engine("default", latencies={number: float(number) for number in range(1, 9)})
-        policy, seen = engine.scheduler._policy, list[float]()
-        assert isinstance(policy, Default)
-        engine.clock.at(10.5, lambda policy=policy, seen=seen: seen.append(policy._headroom.value))  # type: ignore[misc]
-        assert kinds(engine.serve([other, *urgent]))["other"] == "overloaded"
-        assert engine.ends["other"] < 10.5
-        assert seen[0] > LEAST if is_wasted else seen[0] == LEAST
 
 
 def test_one_that_has_begun_is_tried_before_others() -> None:
