@@ -16,7 +16,6 @@ from core.scheduling.policies.planner.plan import Plan, has_steps
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
 
-
 Keeps = Callable[[Request, RankIds], bool]
 
 
