@@ -85,8 +85,12 @@ class Lego(SchedulingPolicy):
         request is loaded as for other policies: for templates, and where no request was admitted.
         """
         residency = demand.residency
+        up = {rank for ranks in residency.sets for rank in ranks}
         orders = [
-            order for ranks, placed in self._placed.items() for order in self._orders(residency, ranks, placed, now)
+            order
+            for ranks, placed in self._placed.items()
+            if up.issuperset(ranks)  # else the next pass places it again
+            for order in self._orders(residency, ranks, placed, now)
         ]
         has_requests = self._new or self._admitted
         if not orders and (not has_requests or demand.cache.models_in_use or demand.cache.wanted_models()):

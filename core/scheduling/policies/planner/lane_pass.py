@@ -141,7 +141,28 @@ class LanePass(StepPass):
         return not goes_where_open and not self.view.open_ranks.issuperset(self._ranks_of(request, node))
 
     def run(self) -> list[Decision]:
-        return [*StepPass.run(self), *self._asks_again()]
+        """All that is chosen. But of a rank that makes no steps while others do, only the batch that takes least time:
+        what comes meanwhile joins those that wait.
+        """
+        decisions = [*StepPass.run(self), *self._asks_again()]
+        given = [each.ranks[0] for each in decisions if isinstance(each, Dispatch)]
+        if len({*given}) == len(given):
+            return decisions
+        making_steps = {home for each in self.plan.served if (home := self.place.of(each)) is not None}
+        if not making_steps:
+            return decisions
+        making_steps.update(rank for group in self.groups.values() for rank in group)
+        dispatches = (each for each in decisions if isinstance(each, Dispatch) and each.ranks[0] not in making_steps)
+        others = [each for each in dispatches if not op_of(each.items[0][1]).has_own_ports]
+        first: dict[int, Dispatch] = {}
+        for each in sorted(others, key=self._seconds):
+            first.setdefault(each.ranks[0], each)
+        put_off = {id(each) for each in others} - {id(each) for each in first.values()}
+        return [each for each in decisions if id(each) not in put_off]
+
+    def _seconds(self, batch: Dispatch) -> float:
+        """Predicted time of a batch whose items run one after the other."""
+        return sum(self.view.seconds(request, node) for request, node in batch.items)
 
     # ------------------------------------------------------------------------------------------------ ranks
 

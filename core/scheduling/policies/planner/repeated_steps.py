@@ -17,7 +17,6 @@ from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
 
 Keeps = Callable[[Request, RankIds], bool]
-"""(large request, its ranks) -> whether it is to have as many for its next step."""
 
 
 class WholePass(NamedTuple):
