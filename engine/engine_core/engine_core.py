@@ -310,7 +310,9 @@ class EngineCore:
             self._fail(message)
         if failure.detail:
             logger.error("worker %d failed: %s\n%s", rank, failure.message, failure.detail, extra=of_request(""))
-        if rank in self._scheduler.ranks.up:  # else its restart has failed
+        if rank not in self._scheduler.ranks.up:  # its restart has failed
+            self._scheduler.ranks.note_death(rank)
+        else:
             self._scheduler.lose_rank(rank, failure, now, is_fast=is_fast, culprit=message.culprit)
             self._note_additions(self._additions.lose(rank, failure.message))
             self._trace.lost(rank)

@@ -23,9 +23,13 @@ class Ranks:
     def lose(self, rank: int) -> None:
         """Note that a rank's worker has died."""
         self.up = tuple(other for other in self.up if other != rank)
-        self._deaths[rank] += 1
+        self.note_death(rank)
         self.break_groups()
         self.residency.lose(rank)
+
+    def note_death(self, rank: int) -> None:
+        """Count a death, also of a worker that has not accepted plans yet."""
+        self._deaths[rank] += 1
 
     def join(self, rank: int, components: Iterable[LoadedComponent], port: int = 0) -> None:
         """Note that a worker that was restarted accepts plans, and has loaded these components. port: one of

@@ -384,6 +384,7 @@ async def test_a_worker_that_keeps_dying_ends_the_engine(sturdy: Loopback, said:
         sturdy.die()
         await until(lambda number=number: len(sturdy.restarted) == number)
     assert [seconds for _, seconds in sturdy.restarted] == [0.0, 1.0, 2.0, 4.0]
+    assert sturdy.core._scheduler.stats().ranks[0].deaths == 4, "failed restarts count"
     sturdy.say(WorkerFailed(rank=0, failure=Failure("engine_dead", "worker 0 died")))
     with pytest.raises(EngineDeadError, match="worker 0 died"):
         await asyncio.wait_for(running, 5)
