@@ -220,7 +220,7 @@ def _num_served(
     slo_scale: float,
     arrivals: Sequence[tuple[float, str]],
 ) -> int:
-    """Of these arrivals, those that are in time."""
+    """The number of these arrivals that are served in time."""
     free = [[0.0] * size for size in sizes]
     index_of = {name: index for index, group in enumerate(groups) for name in group}
     number = 0

@@ -55,7 +55,7 @@ class Compared(NamedTuple):
 
     @property
     def similarity(self) -> float:
-        """Of the prompts. Raises AssertionError if the second one has recalled nothing."""
+        """How alike the prompts are, -1..1. Raises AssertionError if the second one has recalled nothing."""
         recalled = self.recalled.report.recalled
         assert recalled is not None
         assert recalled.similarity is not None

@@ -36,7 +36,7 @@ class Arrivals(NamedTuple):
         return f"{process}, {self.kind}"
 
     def shares(self, number: int) -> list[float]:
-        """Of so many workflows."""
+        """The share of arrivals that each of so many workflows has; they sum to 1."""
         if self.kind.startswith("trace"):
             places = Counter(rank % number for rank in _trace()[1].tolist())
             return [places[index] / places.total() for index in range(number)]

@@ -142,12 +142,12 @@ def rate(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
 
 
 def bursts(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
-    """The same in bursts of each workflow, where the paper's factor of 3 appears."""
+    """The rate held when each workflow has bursts of its own, where the paper's factor of 3 appears."""
     yield from _rate(wanted, BURSTY, "bursts")
 
 
 def pooled(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
-    """The same in bursts of all workflows together."""
+    """The rate held when all workflows have their bursts together."""
     yield from _rate(wanted, POOLED_BURSTS, "pooled")
 
 

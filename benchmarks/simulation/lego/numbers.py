@@ -56,7 +56,7 @@ class Numbers(msgspec.Struct, frozen=True):
         )
 
     def workflows(self, setting: str) -> list[Workflow]:
-        """Those of a setting, in the paper's order."""
+        """The workflows of a setting, in the paper's order."""
         return [Workflow(base, number) for base in self.bases[setting] for number in range(3)]
 
     def rounds(self, base: str) -> int:
@@ -64,12 +64,12 @@ class Numbers(msgspec.Struct, frozen=True):
         return min(self.steps[base], self.most_rounds)
 
     def round_seconds(self, base: str, number: int, degree: int) -> float:
-        """Of a round of this number of requests on so many devices."""
+        """The time that one round of this number of requests takes on so many devices."""
         alone = self.solo_seconds[base] / self.rounds(base)
         return self._batch(alone, number, degree) + self._overhead(base)
 
     def control_seconds(self, base: str, num_nets: int, number: int, degree: int) -> float:
-        """Of so many ControlNets for a round of this number of requests."""
+        """The time that so many ControlNets take for a round of this number of requests."""
         alone = self.solo_seconds[base] * self.controlnet_seconds_share[base] / self.rounds(base)
         return num_nets * self._batch(alone, number, degree) + self._overhead(base)
 
