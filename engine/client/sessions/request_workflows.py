@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from core.errors import EngineDeadError, OverloadedError, WorkflowError
-from core.failure import LEAST_RETRY_SECONDS
+from core.errors import WorkflowError
 from core.graph.check import check_workflow
 from core.graph.workflow import Workflow
-from core.messages.codec import encode
 from core.messages.worker import DropWorkflow, LoadWorkflow
 from engine.client.services import Services
+from engine.client.sessions.workflow_loads import load_workflows, named_by_content
 
 MAX_KEPT = 64
 """Workflows that engines keep when no request runs them, so that the next request need not wait for them."""
@@ -36,39 +34,29 @@ class RequestWorkflows:
         it run. Its defaults and adapters are the caller's to apply. Raises WorkflowError for one that cannot run, or
         that names users' classes; OverloadedError if no engine can take it.
         """
-        named = _named(workflow)
+        load = named_by_content(LoadWorkflow.of(replace(workflow, defaults={}, loras={}), ()))
+        name = load.workflow.name
         async with self._services.sessions.until_shutdown():
-            await self._take(named)
+            await self._take(load)
         try:
-            yield named.name
+            yield name
         finally:
-            self._num_users[named.name] -= 1
+            self._num_users[name] -= 1
             self._services.sessions.run_in_background(self._forget_old())
 
     def has(self, name: str) -> bool:
         """Whether engines have a workflow under this name that a request has brought."""
         return name in self._num_users
 
-    async def _take(self, workflow: Workflow) -> None:
+    async def _take(self, load: LoadWorkflow) -> None:
         """Count a user of a workflow, which engines then have."""
+        workflow = load.workflow
         async with self._changing:
             if workflow.name not in self._num_users:
-                await self._load(workflow)
+                _check(workflow)
+                await load_workflows(self._services.router, [load])
+                self._services.served.workflows[workflow.name] = workflow
             self._num_users[workflow.name] = self._num_users.pop(workflow.name, 0) + 1
-
-    async def _load(self, workflow: Workflow) -> None:
-        if workflow.has_own_ports:
-            raise WorkflowError(f"workflow {workflow.title}: a request brings no classes of users", node="")
-        check_workflow(workflow)
-        try:
-            await self._services.router.add_workflow(LoadWorkflow.of(workflow, ()))
-        except BaseException as error:
-            self._services.router.drop_workflow(DropWorkflow(workflow.name))
-            if isinstance(error, EngineDeadError):
-                message = "The engines were restarted meanwhile; try again."
-                raise OverloadedError(message, retry_after=LEAST_RETRY_SECONDS) from error
-            raise
-        self._services.served.workflows[workflow.name] = workflow
 
     async def _forget_old(self) -> None:
         """Have engines forget what is too much, those first that were used longest ago."""
@@ -81,8 +69,8 @@ class RequestWorkflows:
                 self._services.router.drop_workflow(DropWorkflow(name))
 
 
-def _named(workflow: Workflow) -> Workflow:
-    """The workflow without what is the caller's to apply, under a name that no other content has."""
-    bare = replace(workflow, defaults={}, loras={})
-    digest = hashlib.sha256(encode(LoadWorkflow.of(bare, ()))).hexdigest()[:16]
-    return replace(bare, name=f"{workflow.name}@{digest}")
+def _check(workflow: Workflow) -> None:
+    """Raises WorkflowError."""
+    if workflow.has_own_ports:
+        raise WorkflowError(f"workflow {workflow.title}: a request brings no classes of users", node="")
+    check_workflow(workflow)

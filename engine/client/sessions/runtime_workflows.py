@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
-import msgspec
-
-from core.errors import EngineDeadError, InvalidRequestError, ModelNotFoundError, OverloadedError
-from core.failure import LEAST_RETRY_SECONDS
+from core.errors import InvalidRequestError, ModelNotFoundError
 from core.graph.workflow import Workflow
 from core.messages.codec import encode
 from core.messages.worker import DropWorkflow, LoadWorkflow
@@ -19,6 +14,7 @@ from core.run_class import RunClass
 from core.validation import check_matches, shorten
 from engine.client.resolve.bound_model import BoundModel
 from engine.client.services import Services
+from engine.client.sessions.workflow_loads import load_workflows, named_by_content
 
 MAX_WORKFLOWS = 1024
 """Names of workflows, those from the start included."""
@@ -98,9 +94,7 @@ class RuntimeWorkflows:
             message = f"Invalid workflow: '{workflow.name}' names a class '{shorten(lacking[0])}' that it has not."
             raise InvalidRequestError(message, code="invalid_workflow")
         mine = [classes[name] for name in sorted(workflow.class_names)]
-        load = LoadWorkflow.of(workflow, mine, model)
-        digest = hashlib.sha256(encode(load)).hexdigest()[:16]
-        return msgspec.structs.replace(load, workflow=replace(workflow, name=f"{workflow.name}@{digest}"))
+        return named_by_content(LoadWorkflow.of(workflow, mine, model))
 
     async def _load(self, loads: Sequence[LoadWorkflow]) -> None:
         """Have all engines take these in use, or none. Raises as `register`."""
@@ -111,18 +105,7 @@ class RuntimeWorkflows:
                 "texts and graphs; delete another one, or shorten this."
             )
             raise InvalidRequestError(message, code="too_many_workflows")
-        made = list[LoadWorkflow]()
-        try:
-            for load in loads:
-                await self._services.router.add_workflow(load)
-                made.append(load)
-        except BaseException as error:
-            for load in made:
-                self._services.router.drop_workflow(load.removal)
-            if isinstance(error, EngineDeadError):
-                message = "The engines were restarted meanwhile; try again."
-                raise OverloadedError(message, retry_after=LEAST_RETRY_SECONDS) from error
-            raise
+        await load_workflows(self._services.router, loads)
         self._loads |= {load.workflow.name: load for load in loads}
 
     def _check_classes(self, loads: Iterable[LoadWorkflow]) -> None:

@@ -51,7 +51,8 @@ class Engines:
         self.resident.append(load.workflow.name)
 
     def drop_workflow(self, drop: DropWorkflow) -> None:
-        self.resident.remove(drop.name)
+        if drop.name in self.resident:  # what an engine has not taken yet is dropped, too
+            self.resident.remove(drop.name)
 
 
 class Run(Session):
