@@ -50,6 +50,12 @@ export async function drag(page, ...points) {
   await page.mouse.up();
 }
 
+/** Close what the page has told: several messages cover the button below them for as long as they are shown. */
+export async function dismissMessages(page) {
+  const close = page.getByLabel("Dismiss message");
+  while (await close.count()) await close.last().click();
+}
+
 /** Write the prompt, click on Edit and wait for the result. */
 export async function edit(page, prompt) {
   await page.fill("#prompt", prompt);
