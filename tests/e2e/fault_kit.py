@@ -11,12 +11,14 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 from engines import serving_engine
+from forked_processes import ForkedLauncher
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -26,7 +28,8 @@ from core.sampling_params import SamplingParams
 from engine.client import services
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput
-from engine.client.processes.worker_launcher import WorkerLauncher
+from engine.client.processes import worker_launcher as worker_launchers
+from engine.client.processes.worker_launcher import WorkerLauncher, worker_launcher
 from engine.client.upload import BytesUpload
 
 Told = list[tuple[int | None, bytes]]
@@ -234,7 +237,10 @@ def shim(
     hooks = 'INJECTED = {"model_executor.worker.runner": inject} if inject else {}\n'
     (folder / "sitecustomize.py").write_text(inject + "\n" + hooks + _PROVEN.format(proven_seconds) + _SHIM)
     patch.setenv("PYTHONPATH", str(folder))
-    patch.setattr(services, "worker_launcher", WorkerLauncher())  # that of all tests has imported the runner before
+    with worker_launcher.used() as launcher:
+        patch.setattr(worker_launchers, "spawn", partial(ForkedLauncher, launcher))
+    patch.setattr(worker_launchers, "MAIN", "faulty_launcher:serve")
+    patch.setattr(services, "worker_launcher", WorkerLauncher())  # the one of all tests has no faults
 
 
 def without_launcher(patch: pytest.MonkeyPatch) -> None:
