@@ -9,6 +9,7 @@ import io
 import json
 import os
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -102,9 +103,13 @@ def _name(process: psutil.Process, kind: str) -> str:
 
 
 async def until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    """Asks the sooner again the less an answer takes: to read all metrics, or all processes, takes milliseconds."""
     async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
+        while True:
+            began = time.thread_time()
+            if condition():
+                return
+            await asyncio.sleep(max(0.005, 5 * (time.thread_time() - began)))
 
 
 def count(engine: AsyncEngine, name: str) -> float:
@@ -241,12 +246,6 @@ def shim(
         patch.setattr(worker_launchers, "spawn", partial(ForkedLauncher, launcher))
     patch.setattr(worker_launchers, "MAIN", "faulty_launcher:serve")
     patch.setattr(services, "worker_launcher", WorkerLauncher())  # the one of all tests has no faults
-
-
-def without_launcher(patch: pytest.MonkeyPatch) -> None:
-    """Have engines that are started from now on spawn workers that import everything themselves, not fork them from the
-    launcher of all tests, which has."""
-    patch.setattr(services, "needs_launcher", lambda config: False)
 
 
 class Fault:
