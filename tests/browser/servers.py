@@ -19,7 +19,7 @@ from forked_server import ForkedServer, end_warm_process, warm_process
 from engine.client.processes.worker_launcher import worker_launcher
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = ("--threads", "1", "--log-level", "warning", "--allowed-host", "stencil.test")
+FLAGS = ("--port", "0", "--threads", "1", "--log-level", "warning", "--allowed-host", "stencil.test")
 READY = "Stencil ready on "
 STOP_SECONDS = 60.0
 
