@@ -66,7 +66,7 @@ def leave(status: int) -> NoReturn:
     0.4 s of processor time, for each worker that ends."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # a daemon may have none
         with suppress(OSError, ValueError):  # its reader is gone, or it is closed
             stream.flush()
     os._exit(status)
