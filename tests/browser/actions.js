@@ -51,9 +51,8 @@ export async function drag(page, ...points) {
 }
 
 /** Close what the page has told: several messages cover the button below them for as long as they are shown. */
-export async function dismissMessages(page) {
-  const close = page.getByLabel("Dismiss message");
-  while (await close.count()) await close.last().click();
+export function dismissMessages(page) {
+  return page.getByLabel("Dismiss message").evaluateAll((buttons) => buttons.forEach((button) => button.click()));
 }
 
 /** Write the prompt, click on Edit and wait for the result. */
