@@ -1,7 +1,8 @@
 """Keeps the tests out of the user's cache folder, and makes Triton interpret its kernels so that they run without a
 GPU. With TRITON_INTERPRET=0, tests that need a GPU compile them instead.
 
-Saves time: PyTorch has one thread, slow folders come first, and the garbage collector does not walk imported libraries.
+Saves time: PyTorch has one thread, slow folders come first, the garbage collector does not walk imported libraries, and
+HTTP clients read no certificates.
 """
 
 from __future__ import annotations
@@ -9,15 +10,20 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+from httpx._transports import default as http_transport
 from hypothesis import settings
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when any module first imports Triton
 # Read when PyTorch is imported, here or in a child. Tensors are tiny: two threads wait for each other longer than they
 # compute, and test processes already keep all cores busy. With two, training a tiny UNet took 105 s of processor time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Each client would read the certificates of all authorities, which takes 23 ms, and no test needs any.
+http_transport.create_ssl_context = cache(http_transport.create_ssl_context)
 
 SLOW_FOLDERS = ("e2e", "benchmarks", "tools", "model_executor")
 """Folders whose files take up to minutes each, slowest first; a file of any other takes seconds."""

@@ -70,6 +70,23 @@ class _ContextProcess:
             time.sleep(POLL_SECONDS)
 
 
+def result_of(launcher: str, function: Callable[..., Any], *args: Any) -> Any:
+    """As of a process pool that spawns one process."""
+    ours, theirs = Pipe(duplex=False)
+    process = ForkedContext(launcher).Process(send_result, (theirs, function, args), daemon=True)
+    process.start()
+    theirs.close()
+    with ours:
+        result = ours.recv()
+    process.join()
+    return result
+
+
+def send_result(connection: Connection, function: Callable[..., object], args: Sequence[Any]) -> None:
+    """In the forked process."""
+    connection.send(function(*args))
+
+
 def call(config: bytes, fds: list[int]) -> None:
     """In the forked process."""
     target, args = pickle.loads(config)

@@ -134,14 +134,14 @@ def start_server(
 
 
 def warm_up(_config: bytes, fds: list[int]) -> None:
-    """The warm process. Returns in each child when its target has returned."""
+    """The warm process."""
     importlib.import_module(SERVER)
     gc.freeze()  # so that collections of children do not write to memory that they share
     launcher.serve(socket.socket(fileno=fds[0]), "warm-server")
 
 
 def serve(config: bytes, fds: list[int]) -> None:
-    """The server. Returns also in each child of its launcher."""
+    """The server."""
     for number, fd in enumerate(fds, start=1):
         os.dup2(fd, number)
         os.close(fd)
@@ -152,12 +152,10 @@ def serve(config: bytes, fds: list[int]) -> None:
     with listen() as listener:
         address = address_of(listener)
         own_launcher = _fork_launcher(listener)
-    if own_launcher is not None:
-        _run_server(told["flags"], address, own_launcher)
+    _run_server(told["flags"], address, own_launcher)
 
 
-def _fork_launcher(listener: socket.socket) -> _Child | None:
-    """None in the launcher's children, when their target has returned."""
+def _fork_launcher(listener: socket.socket) -> _Child:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with lifeline() as (theirs, ours):
@@ -168,7 +166,7 @@ def _fork_launcher(listener: socket.socket) -> _Child | None:
         fds = [listener.detach()]
         header = {**header_of(MAIN), "fds": fds, "lifeline": os.dup(theirs), "remove": []}
         run_child("stencil-launcher", header, b"")
-    return None
+        raise AssertionError("a launcher runs until it is killed")
 
 
 class _Child:
@@ -195,4 +193,9 @@ def _run_server(flags: Sequence[str], launcher_address: str, own_launcher: _Chil
     sys.argv = [SERVER, *flags]
     with suppress(KeyError):
         del sys.modules[SERVER]  # it runs as the main module
-    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+    except SystemExit as left:
+        if not isinstance(left.code, int):
+            raise
+        launcher.leave(left.code)

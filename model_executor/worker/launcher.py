@@ -19,7 +19,7 @@ logger = logging.getLogger("stencil.engine")
 def main(_config: bytes, fds: list[int]) -> None:
     """Entry point for `core.ipc.process.spawn`. config: empty. fds: a socket from `core.ipc.local_sockets.listen`.
 
-    Returns in each child when its target has returned.
+    Does not return: children end when their target has returned.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent leads the shutdown, also while this imports
     # No thread may run when it forks; workers set their own number. They compute on CPUs.

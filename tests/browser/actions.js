@@ -50,6 +50,11 @@ export async function drag(page, ...points) {
   await page.mouse.up();
 }
 
+/** Close what the page has told: several messages cover the button below them for as long as they are shown. */
+export function dismissMessages(page) {
+  return page.getByLabel("Dismiss message").evaluateAll((buttons) => buttons.forEach((button) => button.click()));
+}
+
 /** Write the prompt, click on Edit and wait for the result. */
 export async function edit(page, prompt) {
   await page.fill("#prompt", prompt);

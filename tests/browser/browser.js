@@ -29,6 +29,7 @@ function findChromium() {
 /** Run `use(page, context)` on a new page; options are those of a browser context. expected: errors that must come. */
 export async function withPage(browser, options, use, expected = []) {
   const context = await browser.newContext({ viewport: { width: 1280, height: 900 }, ...options });
+  context.setDefaultTimeout(60_000); // a busy machine fails no test
   const page = await context.newPage();
   const errors = [];
   page.on("console", (message) => message.type() === "error" && errors.push(message.text()));

@@ -1,7 +1,7 @@
 // A control picture in the playground: given, described and sent where the model has ControlNets.
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
-import { copyFileSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from "node:fs";
+import { copyFileSync, mkdtempSync, readFileSync, rmSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { after, before, test } from "node:test";
@@ -9,44 +9,21 @@ import { after, before, test } from "node:test";
 import { violations } from "./accessibility.js";
 import { copied, download, drag, edit, openPlayground } from "./actions.js";
 import { launch, withPage } from "./browser.js";
-import { OPEN_URL, PYTHON, ROOT, runPython, startServer } from "./server.js";
+import { CONTROLLED_URL, OPEN_URL, PYTHON, REFERENCES_URL, ROOT } from "./server.js";
 
 const EXAMPLES = join(ROOT, "entrypoints/playground/static/examples");
 const [EDGES, DEPTH] = ["person-4.png", "person-11.png"];
 const PHONE = { viewport: { width: 360, height: 740 }, hasTouch: true, isMobile: true, deviceScaleFactor: 2 };
-const MODELS = `
-import pathlib, sys
-from tools.random_controlnets import make_sd_controlnet
-from tools.random_unet_checkpoints import make_sd
-folder = pathlib.Path(sys.argv[1])
-make_sd(folder / "sd", native_size=128)
-for seed, name in enumerate(("edges", "depth")):
-    make_sd_controlnet(folder / name, seed=seed)
-`;
-const CATALOG = `
-[controlnets]
-edges = "edges"
-depth = "depth"
 
-[[model]]
-name = "sd"
-path = "sd"
-controlnets = ["edges", "depth"]
-`;
-
-let browser, folder, server, plain;
+let browser, folder;
 
 before(async () => {
   folder = mkdtempSync(join(tmpdir(), "control-picture-"));
-  runPython(MODELS, folder);
-  writeFileSync(join(folder, "models.toml"), CATALOG);
-  const servers = [startServer("--catalog", join(folder, "models.toml")), startServer("--model", join(folder, "sd"))];
-  [browser, server, plain] = await Promise.all([launch(), ...servers]);
+  browser = await launch();
 });
 
 after(async () => {
   await browser?.close();
-  await Promise.all([server?.stop(), plain?.stop()]);
   rmSync(folder, { recursive: true });
 });
 
@@ -66,7 +43,7 @@ async function select(page) {
 
 test("a model without ControlNets is offered no control picture", () =>
   withPage(browser, {}, async (page) => {
-    await openPlayground(page, plain.url);
+    await openPlayground(page, REFERENCES_URL);
     await select(page);
     for (const id of ["#control-box", "#control-type", "#control-scale"]) assert.ok(await page.isHidden(id), id);
     await edit(page, "a red shirt");
@@ -84,7 +61,7 @@ test("the embedded model is offered a picture of edges", () =>
 
 test("a control picture is given, described, sent and removed", () =>
   withPage(browser, { permissions: ["clipboard-read", "clipboard-write"] }, async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, CONTROLLED_URL);
     assert.deepEqual(await page.locator("#control-type option").allTextContents(), ["edges", "depth"]);
     await select(page);
     await page.fill("#seed", "3");
@@ -129,7 +106,7 @@ test("a control picture is given, described, sent and removed", () =>
 test("numbers that the server would refuse are told at their fields, a picture of other proportions by the server", () =>
   withPage(browser, {}, async (page) => {
     const errors = page.locator(".toast.error p");
-    await openPlayground(page, server.url);
+    await openPlayground(page, CONTROLLED_URL);
     await select(page);
     await page.fill("#prompt", "a red shirt");
     await give(page, EDGES);
@@ -152,7 +129,7 @@ test("numbers that the server would refuse are told at their fields, a picture o
 test("a control picture by keyboard alone", () =>
   withPage(browser, {}, async (page) => {
     const focused = () => page.evaluate(() => document.activeElement.ariaLabel ?? document.activeElement.id);
-    await openPlayground(page, server.url);
+    await openPlayground(page, CONTROLLED_URL);
     await page.focus("#control-type");
     await page.keyboard.press("d");
     assert.equal(await page.inputValue("#control-type"), "depth");
@@ -173,7 +150,7 @@ test("a control picture by keyboard alone", () =>
 for (const [device, options] of [["a desktop", {}], ["a phone", PHONE]]) {
   test(`a control picture fits and is accessible on ${device}`, () =>
     withPage(browser, options, async (page) => {
-      await openPlayground(page, server.url);
+      await openPlayground(page, CONTROLLED_URL);
       await page.click("text=Advanced");
       assert.deepEqual(await violations(page), [], "none yet");
       await give(page, EDGES);

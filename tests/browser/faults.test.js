@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { after, before, test } from "node:test";
 
-import { drag, edit, openPlayground } from "./actions.js";
+import { dismissMessages, drag, edit, openPlayground } from "./actions.js";
 import { LAN_NAME, launch, withPage } from "./browser.js";
 import { OPEN_URL } from "./server.js";
 
@@ -46,6 +46,7 @@ test("a mask that cannot be made ends its edit alone", () =>
     await page.click("#run");
     await page.locator(".toast.error", { hasText: "torn" }).waitFor();
     await runSays(page, "Edit");
+    await dismissMessages(page);
     await edit(page, "a blue shirt");
   }, [/The mask could not be made/, /torn/]));
 

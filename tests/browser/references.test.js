@@ -9,25 +9,22 @@ import { after, before, test } from "node:test";
 import { violations } from "./accessibility.js";
 import { copied, download, drag, edit, lastFileNames, lastForm, openPlayground } from "./actions.js";
 import { launch, withPage } from "./browser.js";
-import { OPEN_URL, PYTHON, ROOT, runPython, startServer } from "./server.js";
+import { OPEN_URL, PYTHON, REFERENCES_URL, ROOT } from "./server.js";
 
 const EXAMPLES = join(ROOT, "entrypoints/playground/static/examples");
 const [ONE, TWO, THREE, FOUR] = ["person-4.png", "person-11.png", "person-12.png", "person-32.png"];
 const REFERENCE_TOKENS = 256; // of an example: 256 px, 16 px a token
 const PHONE = { viewport: { width: 360, height: 740 }, hasTouch: true, isMobile: true, deviceScaleFactor: 2 };
 
-let browser, folder, server;
+let browser, folder;
 
 before(async () => {
   folder = mkdtempSync(join(tmpdir(), "references-"));
-  const checkpoint = join(folder, "klein");
-  runPython("import pathlib, sys; from tools import random_checkpoints; random_checkpoints.make_klein(pathlib.Path(sys.argv[1]), is_distilled=True)", checkpoint);
-  [browser, server] = await Promise.all([launch(), startServer("--model", `klein=${checkpoint}`)]);
+  browser = await launch();
 });
 
 after(async () => {
   await browser?.close();
-  await server?.stop();
   rmSync(folder, { recursive: true });
 });
 
@@ -85,7 +82,7 @@ test("a model that sees no references is offered none", () =>
 
 test("references are added, moved and removed, and sent in their order", () =>
   desktop(async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, REFERENCES_URL);
     assert.equal(await page.textContent("#references-room"), "0 of 3");
     await add(page, ONE, TWO, THREE);
     assert.deepEqual(await page.locator("#references b").allTextContents(), ["1", "2", "3"]);
@@ -123,7 +120,7 @@ test("references are added, moved and removed, and sent in their order", () =>
 test("one too many is refused with the number, and what is no picture by its name", () =>
   desktop(async (page) => {
     const errors = page.locator(".toast.error p");
-    await openPlayground(page, server.url);
+    await openPlayground(page, REFERENCES_URL);
     await choose(page, ONE, TWO, THREE, FOUR);
     await untilListed(page, ONE, TWO, THREE);
     await errors.first().waitFor();
@@ -137,7 +134,7 @@ test("one too many is refused with the number, and what is no picture by its nam
 
 test("what is dropped or pasted on the list is a reference, elsewhere the picture to edit", () =>
   desktop(async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, REFERENCES_URL);
     await give(page, "drop", "#references-title", ONE);
     await untilListed(page, ONE);
     await give(page, "paste", "#add-references", TWO);
@@ -154,7 +151,7 @@ test("what is dropped or pasted on the list is a reference, elsewhere the pictur
 
 test("references by keyboard alone", () =>
   desktop(async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, REFERENCES_URL);
     await page.focus("#chips button:last-of-type");
     const chosen = page.waitForEvent("filechooser");
     await press(page, "Tab", "add-references");
@@ -179,7 +176,7 @@ test("references by keyboard alone", () =>
 
 test("the copied Python and curl send the references", () =>
   withPage(browser, { permissions: ["clipboard-read", "clipboard-write"] }, async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, REFERENCES_URL);
     await add(page, TWO, ONE);
     await drag(page, [0.42, 0.4], [0.6, 0.55]);
     await edit(page, "a red shirt");
@@ -196,7 +193,7 @@ test("the copied Python and curl send the references", () =>
 for (const [device, options] of [["a desktop", {}], ["a phone", PHONE]]) {
   test(`references fit and are accessible on ${device}`, () =>
     withPage(browser, options, async (page) => {
-      await openPlayground(page, server.url);
+      await openPlayground(page, REFERENCES_URL);
       assert.deepEqual(await violations(page), [], "none yet");
       await add(page, ONE, TWO, THREE);
       await choose(page, FOUR);

@@ -1,5 +1,5 @@
 // The real server, by default with the embedded model, as a child process on a free port.
-import { execFileSync, spawn } from "node:child_process";
+import { spawn } from "node:child_process";
 import { once } from "node:events";
 import { createInterface } from "node:readline";
 import { fileURLToPath } from "node:url";
@@ -11,16 +11,10 @@ export const KEY = "sk-browser-test";
 export const ADAPTER = "stripes";
 
 /**
- * What run.js has started: servers without and with an API key and an adapter, of which the latter finds no masks; and one
- * with workflows, of which its model has one.
+ * What run.js has started: servers without and with an API key and an adapter, of which the latter finds no masks; one with
+ * workflows, of which its model has one; one whose model sees references, and has no ControlNets; one whose model has two.
  */
-export const { OPEN_URL, GUARDED_URL, WORKFLOWS_URL } = process.env;
-
-/** Run a Python program that may import the repository, its tests' helpers included. */
-export function runPython(program, ...args) {
-  const environment = { ...process.env, PYTHONPATH: `${ROOT}:${ROOT}tests` };
-  execFileSync(PYTHON, ["-c", program, ...args], { env: environment, stdio: "inherit" });
-}
+export const { OPEN_URL, GUARDED_URL, WORKFLOWS_URL, REFERENCES_URL, CONTROLLED_URL } = process.env;
 
 /** Started and ready: {url, stop()}. stop() fails unless it leaves with status 0. */
 export async function startServer(...flags) {

@@ -7,7 +7,7 @@ import { join } from "node:path";
 import { after, before, test } from "node:test";
 
 import { violations } from "./accessibility.js";
-import { chooseTool, copied, download, drag, edit, lastForm, openPlayground, openWorkflows } from "./actions.js";
+import { chooseTool, copied, dismissMessages, download, drag, edit, lastForm, openPlayground, openWorkflows } from "./actions.js";
 import { launch, withPage } from "./browser.js";
 import { OPEN_URL, PYTHON, ROOT, WORKFLOWS_URL } from "./server.js";
 
@@ -59,6 +59,7 @@ test("what is not as declared is told at its field, before anything is sent", ()
   withPage(browser, {}, async (page) => {
     await openWorkflows(page, WORKFLOWS_URL);
     const refused = async (told) => {
+      await dismissMessages(page);
       await page.click("#run");
       await page.waitForFunction((told) => document.querySelector(".toast.error:last-child p")?.textContent === told, told);
     };
@@ -77,6 +78,7 @@ test("what is not as declared is told at its field, before anything is sent", ()
     await refused("rounds is a whole number from 1 to 200.");
     assert.equal(await page.evaluate(() => window.sentForms.length), 0);
     await page.fill("#input-rounds", "3");
+    await dismissMessages(page);
     await run(page);
     assert.equal(await valueOf(page, "number"), "7");
   }));

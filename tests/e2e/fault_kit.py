@@ -9,14 +9,17 @@ import io
 import json
 import os
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 from engines import serving_engine
+from forked_processes import ForkedLauncher
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -26,7 +29,8 @@ from core.sampling_params import SamplingParams
 from engine.client import services
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput
-from engine.client.processes.worker_launcher import WorkerLauncher
+from engine.client.processes import worker_launcher as worker_launchers
+from engine.client.processes.worker_launcher import WorkerLauncher, worker_launcher
 from engine.client.upload import BytesUpload
 
 Told = list[tuple[int | None, bytes]]
@@ -99,9 +103,13 @@ def _name(process: psutil.Process, kind: str) -> str:
 
 
 async def until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    """Asks the sooner again the less an answer takes: to read all metrics, or all processes, takes milliseconds."""
     async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
+        while True:
+            began = time.thread_time()
+            if condition():
+                return
+            await asyncio.sleep(max(0.005, 5 * (time.thread_time() - began)))
 
 
 def count(engine: AsyncEngine, name: str) -> float:
@@ -234,13 +242,10 @@ def shim(
     hooks = 'INJECTED = {"model_executor.worker.runner": inject} if inject else {}\n'
     (folder / "sitecustomize.py").write_text(inject + "\n" + hooks + _PROVEN.format(proven_seconds) + _SHIM)
     patch.setenv("PYTHONPATH", str(folder))
-    patch.setattr(services, "worker_launcher", WorkerLauncher())  # that of all tests has imported the runner before
-
-
-def without_launcher(patch: pytest.MonkeyPatch) -> None:
-    """Have engines that are started from now on spawn workers that import everything themselves, not fork them from the
-    launcher of all tests, which has."""
-    patch.setattr(services, "needs_launcher", lambda config: False)
+    with worker_launcher.used() as launcher:
+        patch.setattr(worker_launchers, "spawn", partial(ForkedLauncher, launcher))
+    patch.setattr(worker_launchers, "MAIN", "faulty_launcher:serve")
+    patch.setattr(services, "worker_launcher", WorkerLauncher())  # the one of all tests has no faults
 
 
 class Fault:

@@ -16,6 +16,7 @@ import forked_server
 import msgspec
 import pytest
 from fakes import MODEL, make_edit
+from forked_processes import result_of
 from known_costs import AROUND, SECONDS, known
 
 from benchmarks.load.client import Outcome, Refusal, Run
@@ -257,16 +258,16 @@ def test_rounds_are_compared_one_by_one() -> None:
 
 @pytest.fixture
 def _kept(launcher: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Servers are forked and stay, each for all runs of its kind, and costs are measured once: starts take nearly all
-    of the time.
+    """Servers are forked and stay, each for all runs of its kind, and costs are measured once, in a forked process:
+    starts take nearly all of the time. They need not settle, since no figure is checked that a busy core changes.
     """
     monkeypatch.setattr(recorded_servers, "start_server", forked_server.start_server)
     servers, known = dict[tuple[str, ...], RecordedServer](), list[Known]()
-    start, measure = goodput_bench.recorded_server, Known.of_new_process
+    start = goodput_bench.recorded_server
 
     def of_new_process(config: ModelConfig) -> Known:
         if not known:
-            known.append(measure(config))
+            known.append(result_of(launcher, Known.of, config))
         return known[0]
 
     with ExitStack() as stack:
@@ -279,6 +280,7 @@ def _kept(launcher: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             yield servers[kind]
 
         monkeypatch.setattr(goodput_bench, "recorded_server", recorded_server)
+        monkeypatch.setattr(goodput_bench, "SETTLE_SECONDS", 0.0)
         monkeypatch.setattr(Known, "of_new_process", of_new_process)
         yield
 

@@ -5,6 +5,7 @@ module.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import importlib
 import json
 import logging
@@ -12,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -80,6 +82,10 @@ def report(config: bytes, fds: list[int]) -> None:
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     }
     os.write(fds[0], json.dumps(seen).encode())
+
+
+def return_at_once(_config: bytes, _fds: list[int]) -> None:
+    """Do nothing."""
 
 
 def leave(config: bytes, _fds: list[int]) -> None:
@@ -156,6 +162,19 @@ def slow_launcher(config: bytes, fds: list[int]) -> None:
     while not Path(config.decode()).exists():
         time.sleep(0.005)
     launcher(config, fds)
+
+
+def large_launcher(config: bytes, fds: list[int]) -> None:
+    """A launcher with about 30 MB of objects, as one that has imported much."""
+    globals()["held"] = [str(number) for number in range(500_000)]
+    launcher(config, fds)
+
+
+def leave_something(_config: bytes, fds: list[int]) -> None:
+    """Return while a thread has still to write to the pipe fds[0], and to stdout, which is buffered."""
+    atexit.register(os.write, fds[0], b", at exit")
+    threading.Thread(target=lambda: (time.sleep(0.05), os.write(fds[0], b"by a thread"))).start()
+    sys.stdout.write("buffered")
 
 
 def launches(config: bytes, fds: list[int]) -> None:

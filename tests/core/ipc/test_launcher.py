@@ -121,6 +121,32 @@ async def test_a_failing_target_is_exit_code_1(launcher: Launcher, capfd: pytest
     assert await launcher.child("leave", b"0").wait() == 0, "the launcher goes on"
 
 
+async def test_a_child_that_ends_leaves_nothing_undone(launcher: Launcher, capfd: pytest.CaptureFixture[str]) -> None:
+    read_end, write_end = os.pipe()
+    child = launcher.child("leave_something", fds=(write_end,))
+    os.close(write_end)
+    assert await child.wait() == 0
+    assert read_all(read_end) == b"by a thread, at exit"
+    assert capfd.readouterr().out == "buffered"
+
+
+async def test_a_child_that_ends_copies_nothing_that_it_shares() -> None:
+    """An interpreter that frees its objects writes to all of them."""
+    launcher = Launcher("large_launcher")
+    num_faults = []
+    for target in ("return_at_once", "leave"):  # `sys.exit` raises, and so takes the interpreter's way
+        before = num_faults_of_children(launcher.process.pid)
+        assert await launcher.child(target, b"0").wait() == 0
+        num_faults.append(num_faults_of_children(launcher.process.pid) - before)
+    launcher.end()
+    assert num_faults[0] < num_faults[1] / 2
+
+
+def num_faults_of_children(pid: int) -> int:
+    """Pages that children which have ended had copied or mapped: cminflt of proc(5)."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[8])
+
+
 async def test_signals_arrive(launcher: Launcher) -> None:
     """SIGTERM is ignored, as the launcher ignores it; a stopped child can be killed."""
     read_end, write_end = os.pipe()
