@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import starmap
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +22,7 @@ from benchmarks.simulation.lego.experiments import (
     reference_tasks,
     references,
 )
+from benchmarks.simulation.lego.measures import LEAST_LOAD
 from benchmarks.simulation.lego.numbers import described
 from benchmarks.simulation.lego.systems import BASELINES
 
@@ -58,16 +60,32 @@ def _of(tasks: Iterable[Task], found: Iterable[Record]) -> list[Record]:
     return [each for each in found if each.task in keys]
 
 
-def _do(tasks: Iterable[Task], found: Sequence[Record], processes: int, file: Path | None) -> list[Record]:
-    """The records of tasks that have none yet."""
-    done = {each.task for each in found}
-    left, made = [task for task in tasks if task.key not in done], list[Record]()
-    if processes == 1:
-        return [_noted(task.do(), file) for task in left]
-    with get_context("forkserver").Pool(processes) as pool:
-        for record in pool.imap(Task.do, left):
+def _do(tasks: Sequence[Task], found: Sequence[Record], processes: int, file: Path | None) -> list[Record]:
+    """The records of tasks that have none yet, of one seed after the other: searches begin where the last one ended."""
+    known = {each.task: each.value for each in found}
+    made = list[Record]()
+    for seed in sorted({task.seed for task in tasks}):
+        left = [
+            (task, known.get(task.key_of(seed - 1), 0.0))
+            for task in tasks
+            if task.seed == seed and task.key not in known
+        ]
+        for record in _done(left, processes):
             made.append(_noted(record, file))
+            known[record.task] = record.value
     return made
+
+
+def _done(tasks: Sequence[tuple[Task, float]], processes: int) -> Iterator[Record]:
+    if processes == 1 or len(tasks) < 2:
+        yield from starmap(Task.do, tasks)
+        return
+    with get_context("forkserver").Pool(min(processes, len(tasks))) as pool:
+        yield from pool.imap_unordered(_do_one, tasks)
+
+
+def _do_one(task: tuple[Task, float]) -> Record:
+    return task[0].do(task[1])
 
 
 def _noted(record: Record, file: Path | None) -> Record:
@@ -88,11 +106,18 @@ def table(records: Sequence[Record]) -> Iterator[str]:
         yield f"\n{mine[0].experiment}: {mine[0].cell}; {len(seeds)} seeds, {mine[0].effort}: {mine[0].unit}"
         for system in dict.fromkeys(each.system for each in mine):
             values = [each.value for each in mine if each.system == system]
-            yield f"  {system:<20} {fmean(values):7.3f} +- {half_interval(values):5.3f}   {_advantage(mine, system)}"
+            texts = f"{fmean(values):7.3f} +- {half_interval(values):5.3f}", _worst(mine, system)
+            yield f"  {system:<20} {texts[0]}{texts[1]}   {_advantage(mine, system)}"
         for name, others in (("all others", None), ("the paper's baselines", BASELINES)):
             best = _best(mine, others)
             if best is not None:
                 yield f"  best of {name}: {best}; {_advantage(mine, best)}"
+
+
+def _worst(records: Sequence[Record], system: str) -> str:
+    """Who pays for what the mean shows."""
+    found = [each.worst for each in records if each.system == system and each.worst is not None]
+    return f"   worst workflow {fmean(found):.2f} in time" if found else ""
 
 
 def _best(records: Sequence[Record], among: Sequence[str] | None) -> str | None:
@@ -117,6 +142,6 @@ def _advantage(records: Sequence[Record], other: str) -> str:
 
 
 def _ratio(ours: float, other: float, *, is_more_better: bool) -> float:
-    """Above 1 where ours is better; values of 0 count as 0.01."""
-    one, two = max(ours, 0.01), max(other, 0.01)
+    """Above 1 where ours is better; lower values than the lowest load that is tried count as that."""
+    one, two = max(ours, LEAST_LOAD), max(other, LEAST_LOAD)
     return one / two if is_more_better else two / one
