@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import inf
@@ -17,8 +17,7 @@ from benchmarks.simulation.lego.arrivals import Arrivals
 from benchmarks.simulation.lego.measures import (
     Cell,
     Measure,
-    broken_share,
-    held_gigabytes,
+    Measured,
     in_time,
     least_devices,
     least_slo_scale,
@@ -56,7 +55,7 @@ class Record(msgspec.Struct, frozen=True):
     value: float
     effort: str  # how much was simulated, in words
     is_more_better: bool = True
-    worst: float | None = None  # see `Measured`
+    also: dict[str, float] = {}  # see `Measured`
     version: str = ""  # of the system, see `version_of`
 
     @property
@@ -66,20 +65,19 @@ class Record(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Task:
-    """What gives a record. version: of the system when the task was made, which is what is run."""
+    """What gives a record. measure: (system, seed, near) as for Measure. effort: how much is simulated, in words.
+    version: of the system.
+    """
 
     experiment: str
     name: str
     unit: str
     system: str
     seed: int
-    cell: Cell
-    measure: Measure
-    is_more_better: bool = True
-    version: str = field(default="", init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "version", version_of(self.system))
+    measure: Callable[[str, int, float], Measured]
+    effort: str
+    is_more_better: bool
+    version: str
 
     @property
     def key(self) -> TaskKey:
@@ -87,17 +85,13 @@ class Task:
 
     def key_of(self, seed: int) -> TaskKey:
         """The key of the same task with another seed."""
-        return self.experiment, self.name, self.system, seed, self._effort, self.version
-
-    @property
-    def _effort(self) -> str:
-        return f"{self.cell.number} requests, {self.cell.site.numbers.most_rounds} rounds"
+        return self.experiment, self.name, self.system, seed, self.effort, self.version
 
     def do(self, near: float) -> Record:
         """near: the value of another seed; 0: unknown."""
-        found = self.measure(self.cell, self.system, self.seed, near)
+        found = self.measure(self.system, self.seed, near)
         facts = self.experiment, self.name, self.unit, self.system, self.seed
-        return Record(*facts, found.value, self._effort, self.is_more_better, found.worst, self.version)
+        return Record(*facts, found.value, self.effort, self.is_more_better, dict(found.also), self.version)
 
 
 class Wanted(NamedTuple):
@@ -132,9 +126,11 @@ def _tasks(
     systems: Sequence[str] = (),
     is_more_better: bool = True,
 ) -> Iterator[Task]:
+    effort = f"{cell.number} requests, {cell.site.numbers.most_rounds} rounds"
     for seed in range(wanted.seeds):
         for system in systems or wanted.systems:
-            yield Task(experiment, name, unit, system, seed, cell, measure, is_more_better)
+            bound, version = partial(measure, cell), version_of(system)
+            yield Task(experiment, name, unit, system, seed, bound, effort, is_more_better, version)
 
 
 def _cell(wanted: Wanted, arrivals: Arrivals, load: float, setting: str = SETTING, devices: int = 0) -> Cell:
@@ -240,20 +236,11 @@ def devices(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
 
 
 def overload(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
-    """Figure 10, right: more than the devices can do."""
+    """Figure 10, right: more than the devices can do, and what of that admission has promised in vain."""
     for setting in wanted.settings:
         for load in (1.5, 2.0):
             cell = _cell(wanted, POISSON, load, setting)
             yield from _tasks(wanted, "overload", _name(cell, f"load {load:g}"), "in time x load", cell, served_load)
-
-
-def broken(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
-    """What admission promises: of what has begun, what is not in time."""
-    for setting in wanted.settings:
-        cell = _cell(wanted, POISSON, 1.5, setting)
-        name = _name(cell, "load 1.5")
-        unit = "not in time of those that have begun"
-        yield from _tasks(wanted, "broken", name, unit, cell, broken_share, is_more_better=False)
 
 
 def degrees(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
@@ -269,13 +256,8 @@ def sharing(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
     """
     for load in (0.4, 0.6):
         cell = Cell(Site(wanted.numbers, "S1", 2, inf, most_nets=1), POISSON, load, wanted.number)
-        name, systems = (
-            f"a pair of {_name(cell, f'load {load:g}')}",
-            ("Diffusers", "Diffusers-C", "pooled", "lego", OURS),
-        )
-        yield from _latency(wanted, "sharing", f"{name}: latency", cell, systems)
-        name, unit = f"{name}: memory", "GB on both devices at the end"
-        yield from _tasks(wanted, "sharing", name, unit, cell, held_gigabytes, systems=systems, is_more_better=False)
+        systems = "Diffusers", "Diffusers-C", "pooled", "lego", OURS
+        yield from _latency(wanted, "sharing", f"a pair of {_name(cell, f'load {load:g}')}", cell, systems)
 
 
 def _latency(wanted: Wanted, experiment: str, name: str, cell: Cell, systems: Sequence[str]) -> Iterator[Task]:
@@ -295,7 +277,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     each.__name__: each
     for each in (
         *(rate, bursts, loads, slo, cv, devices, strict, overload, memory, degrees, sharing),
-        *(broken, true, ablations, trace, pooled, numbers),
+        *(true, ablations, trace, pooled, numbers),
     )
 }
 """By name, those first that bars are about."""

@@ -5,7 +5,7 @@ What is searched for is on a grid, so that it does not depend on where the searc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import floor, log
 from statistics import fmean
@@ -48,13 +48,21 @@ class Cell:
         return self.load * devices / self.site.mean_seconds(self.arrivals.shares(len(self.site.workflows)))
 
 
+WORST = "in time of the worst workflow"
+"""Attainment of the workflow that has the lowest, which the mean of all hides."""
+
+BROKEN = "broken promises"
+"""Of the requests that have begun, the share that is not in time."""
+
+HELD = "GB held at the end"
+"""Of components, on all devices."""
+
+
 class Measured(NamedTuple):
-    """worst: attainment of the workflow that has the lowest, which the mean of all hides; None: there are no
-    objectives, or nothing is held.
-    """
+    """also: further figures of the same run, by name."""
 
     value: float
-    worst: float | None = None
+    also: Mapping[str, float] = {}
 
 
 Measure = Callable[[Cell, str, int, float], Measured]
@@ -69,33 +77,24 @@ def run(cell: Cell, system: str, seed: int, forecast: Forecast = "learnt", least
 def in_time(cell: Cell, system: str, seed: int, near: float) -> Measured:
     """The share of requests that are in time."""
     served = run(cell, system, seed)
-    return Measured(served.in_time, _worst(served))
+    return Measured(served.in_time, {WORST: worst(served)})
 
 
 def served_load(cell: Cell, system: str, seed: int, near: float) -> Measured:
     """The part of the offered load that is served in time."""
     served = run(cell, system, seed)
-    return Measured(served.in_time * cell.load, _worst(served))
-
-
-def broken_share(cell: Cell, system: str, seed: int, near: float) -> Measured:
-    """Of the requests that have begun, the share that is not in time."""
-    served = run(cell, system, seed)
-    return Measured(served.broken, _worst(served))
+    return Measured(served.in_time * cell.load, {WORST: worst(served), BROKEN: served.broken})
 
 
 def mean_latency(cell: Cell, system: str, seed: int, near: float) -> Measured:
     """In seconds."""
-    return Measured(fmean(run(cell, system, seed).latencies))
+    served = run(cell, system, seed)
+    return Measured(fmean(served.latencies), {HELD: served.held_bytes / 1e9})
 
 
-def held_gigabytes(cell: Cell, system: str, seed: int, near: float) -> Measured:
-    """Of components, on all devices at the end."""
-    return Measured(run(cell, system, seed).held_bytes / 1e9)
-
-
-def _worst(served: Served) -> float | None:
-    return min(served.in_time_of.values(), default=None)
+def worst(served: Served) -> float:
+    """See WORST."""
+    return min(served.in_time_of.values())
 
 
 # ------------------------------------------------------------------------------------------------ searches
@@ -139,17 +138,17 @@ class _Search:
 
     def __init__(self, cell_at: Callable[[float], Cell], system: str, seed: int, forecast: Forecast = "learnt") -> None:
         self._cell_at, self._system, self._seed, self._forecast = cell_at, system, seed, forecast
-        self._worst: dict[float, float | None] = {}  # by the values that are held
+        self._worst: dict[float, float] = {}  # by the values that are held
 
     def is_held(self, value: float) -> bool:
         """Whether TARGET is reached."""
         served = run(self._cell_at(value), self._system, self._seed, self._forecast, least=TARGET)
         if served.in_time >= TARGET:
-            self._worst[value] = _worst(served)
+            self._worst[value] = worst(served)
         return value in self._worst
 
     def measured(self, value: float) -> Measured:
-        return Measured(float(value), self._worst.get(value))
+        return Measured(float(value), {WORST: self._worst[value]} if value in self._worst else {})
 
     def edge(self, near: float, default: float, lowest: float, highest: float) -> Measured:
         """See `edge`. default: where the search starts if `near` is 0, unknown."""

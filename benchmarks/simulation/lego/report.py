@@ -106,18 +106,19 @@ def table(records: Sequence[Record]) -> Iterator[str]:
         yield f"\n{mine[0].experiment}: {mine[0].cell}; {len(seeds)} seeds, {mine[0].effort}: {mine[0].unit}"
         for system in dict.fromkeys(each.system for each in mine):
             values = [each.value for each in mine if each.system == system]
-            texts = f"{fmean(values):7.3f} +- {half_interval(values):5.3f}", _worst(mine, system)
-            yield f"  {system:<20} {texts[0]}{texts[1]}   {_advantage(mine, system)}"
+            mean, also = f"{fmean(values):7.3f} +- {half_interval(values):5.3f}", _also(mine, system)
+            yield f"  {system:<20} {mean}   {_advantage(mine, system):<22} {also}".rstrip()
         for name, others in (("all others", None), ("the paper's baselines", BASELINES)):
             best = _best(mine, others)
             if best is not None:
                 yield f"  best of {name}: {best}; {_advantage(mine, best)}"
 
 
-def _worst(records: Sequence[Record], system: str) -> str:
-    """Who pays for what the mean shows."""
-    found = [each.worst for each in records if each.system == system and each.worst is not None]
-    return f"   worst workflow {fmean(found):.2f} in time" if found else ""
+def _also(records: Sequence[Record], system: str) -> str:
+    mine = [each for each in records if each.system == system]
+    names = dict.fromkeys(name for each in mine for name in each.also)
+    means = {name: fmean(each.also[name] for each in mine if name in each.also) for name in names}
+    return ", ".join(f"{name} {mean:.2f}" for name, mean in means.items())
 
 
 def _best(records: Sequence[Record], among: Sequence[str] | None) -> str | None:
