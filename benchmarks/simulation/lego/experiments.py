@@ -27,6 +27,7 @@ from benchmarks.simulation.lego.measures import (
     served_load,
 )
 from benchmarks.simulation.lego.numbers import ASSUMED, Numbers, varied
+from benchmarks.simulation.lego.production import CONTENDERS, PACE, ROUNDS, Fleet, p95_wait
 from benchmarks.simulation.lego.site import Site
 from benchmarks.simulation.lego.systems import ABLATIONS, FIXED
 from benchmarks.simulation.lego.version import version_of
@@ -273,10 +274,21 @@ def ablations(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]
         yield from _tasks(wanted, "ablations", name, "load held at 90 %", cell, most_load, systems=(OURS, *ABLATIONS))
 
 
+def production(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
+    """A production trace, of which each seed has another part."""
+    effort = f"a part of the trace, {ROUNDS} rounds"
+    for gigabytes in (72.0, 36.0):
+        fleet = Fleet(gigabytes)
+        name = f"GenTD26's requests, times {PACE:g}, {fleet.num_ranks} devices, memory {gigabytes:g} GB"
+        for seed, system in product(range(wanted.seeds), CONTENDERS):
+            measure, version = partial(p95_wait, fleet, wanted.numbers), version_of(system)
+            yield Task("production", name, "P95 wait", system, seed, measure, effort, False, version)
+
+
 EXPERIMENTS: Mapping[str, Experiment] = {
     each.__name__: each
     for each in (
-        *(rate, bursts, loads, slo, cv, devices, strict, overload, memory, degrees, sharing),
+        *(rate, bursts, loads, slo, cv, devices, strict, overload, memory, degrees, sharing, production),
         *(true, ablations, trace, pooled, numbers),
     )
 }

@@ -25,8 +25,8 @@ NEAR = 1.03
 FIRST_STRIDE, NEXT_STRIDE = 8, 2
 """Values of a grid from the first to the second that is tried: without an idea of what is held, and with one."""
 
-LEAST_LOAD = 0.05
-"""The lowest load that is tried; one that is not held counts as 0."""
+LEAST_LOAD, LEAST_CV = 0.05, 0.5
+"""The lowest ones that are tried; what is not held counts as 0."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ def most_load(cell: Cell, system: str, seed: int, near: float, forecast: Forecas
 
 
 def most_cv(cell: Cell, system: str, seed: int, near: float) -> Measured:
-    """The highest coefficient of variation that is held; 0: less than 0.5."""
+    """The highest coefficient of variation that is held; 0: less than LEAST_CV."""
     search = _Search(lambda cv: replace(cell, arrivals=cell.arrivals._replace(cv=cv)), system, seed)
-    return search.edge(near, 4.0, 0.5, 32.0)
+    return search.edge(near, 4.0, LEAST_CV, 32.0)
 
 
 def least_slo_scale(cell: Cell, system: str, seed: int, near: float) -> Measured:

@@ -1,0 +1,225 @@
+"""The bars of this evaluation: what ours should reach beside the other systems, and what it has reached.
+
+Ratios are means over seeds of ratios in the same cell and seed, with half of their 95 % confidence interval. The pooled
+monolith is in no paper: where a baseline is named it is one of BASELINES, and the figure against "pooled" stands beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from benchmarks.simulation.arena.bar import Bar
+from benchmarks.simulation.arena.verdict import half_interval
+from benchmarks.simulation.compared import OURS
+from benchmarks.simulation.lego.experiments import Record
+from benchmarks.simulation.lego.measures import BROKEN, HELD, LEAST_CV, LEAST_LOAD, WORST
+from benchmarks.simulation.lego.production import COLD
+from benchmarks.simulation.lego.systems import ABLATIONS, BASELINES, FIXED
+
+FLOORS = {"cv": LEAST_CV}
+"""Experiment -> what a value of another system counts as at least, because lower ones are not tried; LEAST_LOAD
+elsewhere."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The records of one cell."""
+
+    experiment: str
+    cell: str
+    records: Sequence[Record]
+
+    @property
+    def systems(self) -> list[str]:
+        """Those that are compared with ours."""
+        return [name for name in dict.fromkeys(each.system for each in self.records) if name != OURS]
+
+    def mean(self, system: str) -> float:
+        return fmean(self._values(system).values())
+
+    def best(self, among: Iterable[str] | None = None) -> str | None:
+        """The best of these systems; None: all others."""
+        names = [name for name in self.systems if among is None or name in among]
+        sign = 1 if self.records[0].is_more_better else -1
+        return max(names, key=lambda name: sign * self.mean(name), default=None)
+
+    def ratio(self, other: str, also: str = "") -> tuple[float, float, int] | None:
+        """Ours as a multiple of another system's: mean, half of the interval, seeds. also: of a further figure. None:
+        there is no seed of both.
+        """
+        ours, others = self._values(OURS, also), self._values(other, also)
+        floor = 1e-9 if also else FLOORS.get(self.experiment, LEAST_LOAD)
+        found = [ours[seed] / max(others[seed], floor) for seed in sorted(ours.keys() & others.keys())]
+        return (fmean(found), half_interval(found), len(found)) if found else None
+
+    def own(self, change: Callable[[float], float] = float) -> tuple[float, float, int]:
+        """Ours itself, as for `ratio`. change: of each value."""
+        found = [change(value) for value in self._values(OURS).values()]
+        return fmean(found), half_interval(found), len(found)
+
+    def _values(self, system: str, also: str = "") -> dict[int, float]:
+        mine = (each for each in self.records if each.system == system)
+        return {each.seed: each.also[also] if also else each.value for each in mine if not also or also in each.also}
+
+    def bar(
+        self,
+        what: str,
+        found: tuple[float, float, int] | None,
+        *,
+        least: float | None = None,
+        most: float | None = None,
+    ) -> Iterator[Bar]:
+        if found is not None:
+            value, interval, number = found
+            seeds = "1 seed" if number == 1 else f"{number} seeds"
+            yield Bar(f"{self.experiment}: {self.cell}; {what}; {seeds}", value, least, most, interval)
+
+    def against(
+        self,
+        other: str | None,
+        *,
+        also: str = "",
+        least: float | None = None,
+        most: float | None = None,
+    ) -> Iterator[Bar]:
+        """Ours as a multiple of another system's."""
+        if other is not None:
+            yield from self.bar(f"{also or 'ours'} / {other}", self.ratio(other, also), least=least, most=most)
+
+
+def bars(records: Sequence[Record]) -> Iterator[Bar]:
+    """Of all cells in which ours has a record."""
+    for experiment, cell in dict.fromkeys((each.experiment, each.cell) for each in records):
+        mine = [each for each in records if (each.experiment, each.cell) == (experiment, cell)]
+        if experiment in _BARS and any(each.system == OURS for each in mine):
+            yield from _BARS[experiment](Outcome(experiment, cell, mine))
+
+
+def table(every: Sequence[Bar]) -> Iterator[str]:
+    """A line for each bar, and how many are met."""
+    judged = [each for each in every if each.least is not None or each.most is not None]
+    yield f"\n{sum(each.is_met for each in judged)} of {len(judged)} bars are met (ours: {OURS})"
+    for each in every:
+        yield f"  {each.text}"
+
+
+def _rate(one: Outcome) -> Iterator[Bar]:
+    yield from one.against(one.best(), least=0.97)
+    is_hard = "8 devices" in one.cell and one.cell.startswith(("S5", "S6"))
+    yield from one.against("lego", least=1.1 if is_hard else None)
+
+
+def _bursts(one: Outcome) -> Iterator[Bar]:
+    is_paper = one.cell.startswith("S6, 16 devices")
+    yield from one.against(one.best(BASELINES), least=3.0 if is_paper else None)
+    yield from one.against("lego", least=1.6 if is_paper else None)
+    yield from one.against("pooled")
+
+
+def _loads(one: Outcome) -> Iterator[Bar]:
+    yield from one.against(one.best(BASELINES), least=1.5)
+    yield from one.against("lego")
+    yield from one.against("pooled")
+
+
+def _slo(one: Outcome) -> Iterator[Bar]:
+    yield from one.bar("ours", one.own(), most=1.4)
+    yield from one.against(one.best(BASELINES), most=None if "Poisson" in one.cell else 1 / 2.2)
+    yield from one.against("lego")
+    yield from one.against("pooled")
+
+
+def _cv(one: Outcome) -> Iterator[Bar]:
+    yield from one.against(one.best(BASELINES), least=1.6 if "by workflow" in one.cell else 1.15)
+    yield from one.against("pooled")
+
+
+def _devices(one: Outcome) -> Iterator[Bar]:
+    if "Poisson" in one.cell:
+        best = one.best()
+        least = one.mean(best) if best is not None else 0.0
+        yield from one.bar(f"fewer than {best}", one.own(lambda value: least - value), least=1.0)
+        return
+    yield from one.against("Diffusers-S", most=1 / 2)
+    yield from one.against("Diffusers", most=1 / 3)
+    yield from one.against("pooled")
+
+
+def _strict(one: Outcome) -> Iterator[Bar]:
+    best = one.best([*BASELINES, "pooled"])
+    if best is not None:
+        least = one.mean(best)
+        yield from one.bar(f"more in time than {best}", one.own(lambda value: value - least), least=0.0)
+    yield from one.against("lego")
+
+
+def _overload(one: Outcome) -> Iterator[Bar]:
+    """An objective that little is to be refused for, as a share of what the devices can do."""
+    yield from one.bar("in time, of what the devices can do", one.own(), least=0.85)
+    for name in (BROKEN, WORST):
+        found = [each.also[name] for each in one.records if each.system == OURS and name in each.also]
+        if found:
+            yield from one.bar(name, (fmean(found), half_interval(found), len(found)))
+
+
+def _memory(one: Outcome) -> Iterator[Bar]:
+    yield from one.against("lego", least=2.5)
+    yield from one.against("Diffusers-S", least=0.85)
+
+
+def _degrees(one: Outcome) -> Iterator[Bar]:
+    load = float(one.cell.rpartition("load ")[2])
+    yield from one.against(one.best(FIXED), most=1.06)
+    yield from one.against("degree 1", most=1 / 1.3 if load <= 0.5 else None)
+    yield from one.against("degree 2", most=1 / 1.2 if load >= 0.75 else None)
+    yield from one.against("lego")
+
+
+def _sharing(one: Outcome) -> Iterator[Bar]:
+    """A workflow that is on one device alone has no other to take turns with: memory is compared where both are on
+    both.
+    """
+    yield from one.against("Diffusers", most=0.65)
+    yield from one.against("pooled")
+    yield from one.against("Diffusers-C", also=HELD, most=0.55)
+    yield from one.against("Diffusers", also=HELD)
+
+
+def _production(one: Outcome) -> Iterator[Bar]:
+    yield from one.against("Diffusers-C", also=COLD, most=0.5)
+    yield from one.against("Diffusers-C", most=0.65)
+    yield from one.against("lego", also=COLD)
+    yield from one.against("lego")
+
+
+def _ablations(one: Outcome) -> Iterator[Bar]:
+    for name in ABLATIONS:
+        yield from one.against(name)
+
+
+def _best(one: Outcome) -> Iterator[Bar]:
+    yield from one.against(one.best())
+
+
+_BARS: Mapping[str, Callable[[Outcome], Iterator[Bar]]] = {
+    "rate": _rate,
+    "bursts": _bursts,
+    "loads": _loads,
+    "slo": _slo,
+    "cv": _cv,
+    "devices": _devices,
+    "strict": _strict,
+    "overload": _overload,
+    "memory": _memory,
+    "degrees": _degrees,
+    "sharing": _sharing,
+    "production": _production,
+    "ablations": _ablations,
+    "true": _best,
+    "numbers": _best,
+    "trace": _best,
+    "pooled": _best,
+}
+"""By experiment."""
