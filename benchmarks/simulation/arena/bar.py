@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class Bar(NamedTuple):
-    """least, most: what the value should reach, and should not exceed; None, both: it is printed alone. interval: half of
-    its 95 % confidence interval; None: it has none.
+    """least, most: what the value should reach, or not exceed; both None: it is printed alone. interval: half of its
+    95 % confidence interval; None: it has none.
     """
 
     name: str

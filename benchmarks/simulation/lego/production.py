@@ -133,9 +133,9 @@ class Site:
         facts: dict[str, Any] = msgspec.json.decode(DATA.read_bytes())
         random, quantiles = np.random.default_rng((seed, 1)), dict(facts["load_seconds"])
         del quantiles["source"]
-        self._bases = list(dict.fromkeys(each.base for each in traced))
-        drawn = np.interp(random.uniform(0, 1, len(self._bases)), [*map(float, quantiles)], [*quantiles.values()])
-        self.load_seconds = dict(zip(self._bases, drawn.tolist(), strict=True))
+        bases = list(dict.fromkeys(each.base for each in traced))
+        drawn = np.interp(random.uniform(0, 1, len(bases)), [*map(float, quantiles)], [*quantiles.values()])
+        self.load_seconds: dict[str, float] = dict(zip(bases, drawn.tolist(), strict=True))
         """Base model -> seconds."""
         size = "workflow_gigabytes" if unit == "workflow" else "base_gigabytes"
         self._nbytes = round(facts[size]["value"] * 1e9)
@@ -145,7 +145,7 @@ class Site:
         """A base model's encoders and decoder count with its denoiser."""
         if has_nodes(self.unit):
             common = [ModelKey(SHARED, "text_encoder"), ModelKey(SHARED, "vae")]
-            parts = {base: (*common, ModelKey(base, "transformer")) for base in self._bases}
+            parts = {each.base: (*common, self.key(each)) for each in self.traced}
         else:
             parts = {each.workflow: (self.key(each),) for each in self.traced}
         keys = {key for each in parts.values() for key in each}
@@ -153,7 +153,9 @@ class Site:
         return ModelSet(parts, sizes, [1.0] * len(parts))
 
     def key(self, traced: Traced) -> ModelKey:
-        """The component that a whole request computes with."""
+        """The component of a request that takes time to load."""
+        if has_nodes(self.unit):
+            return ModelKey(traced.base, "transformer")
         return ModelKey(traced.base if self.unit == "workflow, shared" else traced.workflow, PIPELINE)
 
     def request(self, index: int) -> EngineRequest:
@@ -203,16 +205,14 @@ class TracedDurations(Durations):
 
     def __init__(self, site: Site) -> None:
         self._site = site
-        self._of_key = {site.key(each): site.load_seconds[each.base] for each in site.traced}
+        self._seconds = {site.key(each): site.load_seconds[each.base] for each in site.traced}
 
     def batch_seconds(self, batch: Batch, work: Work) -> float:
         whole = [self._site.traced[int(item.request_id)].exec_seconds for item in batch.items]
         return self._site.op_seconds(batch.op, whole)
 
     def load_seconds(self, key: ModelKey) -> float:
-        if key.content == SHARED:
-            return 0.0
-        return self._of_key[key] if key in self._of_key else self._site.load_seconds[key.content]
+        return self._seconds.get(key, 0.0)
 
     def load_slowness(self) -> float:
         return BESIDE_A_LOAD

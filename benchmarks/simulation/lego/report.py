@@ -13,6 +13,7 @@ import msgspec
 from benchmarks.report import print_line
 from benchmarks.simulation.arena.verdict import half_interval
 from benchmarks.simulation.compared import OURS
+from benchmarks.simulation.lego import bars
 from benchmarks.simulation.lego.experiments import (
     EXPERIMENTS,
     NEED_REFERENCES,
@@ -24,28 +25,39 @@ from benchmarks.simulation.lego.experiments import (
 )
 from benchmarks.simulation.lego.measures import LEAST_LOAD
 from benchmarks.simulation.lego.numbers import described
+from benchmarks.simulation.lego.plots import write_plots
 from benchmarks.simulation.lego.systems import BASELINES
 
 
-def compare(names: Sequence[str], wanted: Wanted, processes: int, file: Path | None) -> list[Record]:
-    """Run experiments of EXPERIMENTS and print tables. file: of lines of JSON: what it has is not run again."""
+def compare(
+    names: Sequence[str], wanted: Wanted, processes: int, file: Path | None, folder: Path | None = None
+) -> list[Record]:
+    """Run experiments of EXPERIMENTS and print tables, and the bars. processes: 0: nothing is run, what the file has is
+    shown. file: of lines of JSON: what it has is not run again. folder: for plots.
+    """
     print("LegoDiffusion's settings, simulated. Assumed, as the paper does not state them:")
     for line in described(wanted.numbers):
         print(line)
     print(f"Steps are made in at most {wanted.numbers.most_rounds} rounds; {wanted.number} requests, the first and")
     print("the last tenth are not counted. Values are on all devices as soon as they are made.")
-    found = list(_read(file))
-    known: dict[str, float] = {}
+    found, shown, known = list(_read(file)), list[Record](), dict[str, float]()
     if any(name in NEED_REFERENCES for name in names):
         tasks = list(reference_tasks(wanted))
         found += _do(tasks, found, processes, file)
         known = references(_of(tasks, found))
     for name in names:
+        if name in NEED_REFERENCES and not known:
+            continue
         tasks = list(EXPERIMENTS[name](wanted, known))
         found += _do(tasks, found, processes, file)
-        for line in table(_of(tasks, found)):
+        shown += (mine := _of(tasks, found))
+        for line in table(mine):
             print(line, flush=True)
-    return found
+    for line in bars.table(list(bars.bars(shown))):
+        print(line)
+    if folder is not None:
+        write_plots(folder, shown)
+    return shown
 
 
 def _read(file: Path | None) -> Iterator[Record]:
@@ -55,16 +67,16 @@ def _read(file: Path | None) -> Iterator[Record]:
 
 
 def _of(tasks: Iterable[Task], found: Iterable[Record]) -> list[Record]:
-    """The records of these tasks."""
-    keys = {task.key for task in tasks}
-    return [each for each in found if each.task in keys]
+    """The records of these tasks, in their order."""
+    known = {each.task: each for each in found}
+    return [known[task.key] for task in tasks if task.key in known]
 
 
 def _do(tasks: Sequence[Task], found: Sequence[Record], processes: int, file: Path | None) -> list[Record]:
     """The records of tasks that have none yet, of one seed after the other: searches begin where the last one ended."""
     known = {each.task: each.value for each in found}
     made = list[Record]()
-    for seed in sorted({task.seed for task in tasks}):
+    for seed in sorted({task.seed for task in tasks}) if processes else ():
         left = [
             (task, known.get(task.key_of(seed - 1), 0.0))
             for task in tasks
