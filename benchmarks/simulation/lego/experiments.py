@@ -27,7 +27,7 @@ from benchmarks.simulation.lego.measures import (
     served_load,
 )
 from benchmarks.simulation.lego.numbers import ASSUMED, Numbers, varied
-from benchmarks.simulation.lego.production import CONTENDERS, PACE, ROUNDS, Fleet, p95_wait
+from benchmarks.simulation.lego.production import TRACED_SYSTEMS, PACE, ROUNDS, Fleet, p95_wait
 from benchmarks.simulation.lego.site import Site
 from benchmarks.simulation.lego.systems import ABLATIONS, FIXED
 from benchmarks.simulation.lego.version import version_of
@@ -197,8 +197,9 @@ def numbers(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
 
 
 def true(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
-    """Durations that do not vary and are known."""
+    """Durations that do not vary and are known, beside those of `rate`, whose forecast is learnt."""
     cell = _cell(wanted, POISSON, 0.0)
+    yield from _tasks(wanted, "rate", _name(cell), "load held at 90 %", cell, most_load)
     measure = partial(most_load, forecast="true")
     yield from _tasks(wanted, "true", _name(cell, "true seconds known"), "load held at 90 %", cell, measure)
 
@@ -280,7 +281,7 @@ def production(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task
     for gigabytes in (72.0, 36.0):
         fleet = Fleet(gigabytes)
         name = f"GenTD26's requests, times {PACE:g}, {fleet.num_ranks} devices, memory {gigabytes:g} GB"
-        for seed, system in product(range(wanted.seeds), CONTENDERS):
+        for seed, system in product(range(wanted.seeds), TRACED_SYSTEMS):
             measure, version = partial(p95_wait, fleet, wanted.numbers), version_of(system)
             yield Task("production", name, "P95 wait", system, seed, measure, effort, False, version)
 

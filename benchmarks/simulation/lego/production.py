@@ -26,8 +26,8 @@ from benchmarks.simulation.durations import Durations
 from benchmarks.simulation.engine import SimulatedEngine
 from benchmarks.simulation.lego.measures import Measured
 from benchmarks.simulation.lego.numbers import Numbers
-from benchmarks.simulation.lego.serving import EDGE, OneSided
-from benchmarks.simulation.lego.site import PIPELINE, ROWS, STEP_TOKENS, Unit, has_nodes, register
+from benchmarks.simulation.lego.serving import EDGE, make_scheduler
+from benchmarks.simulation.lego.site import PIPELINE, ROWS, STEP_TOKENS, Unit, has_nodes, teach
 from benchmarks.simulation.machine import IMAGE_TOKENS, TEXT_TOKENS
 from benchmarks.simulation.model_machine import BESIDE_A_LOAD
 from benchmarks.simulation.model_ranks import ModelRanks, Poison
@@ -35,11 +35,9 @@ from benchmarks.simulation.model_set import SHARED, ModelSet
 from benchmarks.simulation.scenario import edit_of
 from core.config import SchedulerConfig
 from core.costs.cost_model import CostKey, CostModel
-from core.costs.latency_table import LatencyTable
-from core.costs.profile import Profile
 from core.graph.op import OPS
 from core.graph.work import Work
-from core.handles import LoadedComponent, ModelKey
+from core.handles import ModelKey
 from core.messages.engine import EngineRequest, Finished
 from core.messages.worker import Batch
 from core.scheduling.endings import Output
@@ -86,7 +84,7 @@ class Fleet:
         return round(self.gigabytes * 1e9)
 
 
-class Contender(NamedTuple):
+class TracedSystem(NamedTuple):
     """unit: as of a System. policy: makes one for these served models and so many ranks."""
 
     unit: Unit
@@ -97,11 +95,11 @@ def _monoliths(models: Sequence[str], num_ranks: int) -> SchedulingPolicy:
     return Monoliths([Pool(frozenset(models), tuple(range(num_ranks)))])
 
 
-CONTENDERS: Mapping[str, Contender] = {
-    "Diffusers-C": Contender("workflow", _monoliths),
-    "pooled": Contender("workflow, shared", _monoliths),
-    "lego": Contender("node", lambda models, num_ranks: make("lego")),
-    OURS: Contender("node", lambda models, num_ranks: make(OURS)),
+TRACED_SYSTEMS: Mapping[str, TracedSystem] = {
+    "Diffusers-C": TracedSystem("workflow", _monoliths),
+    "pooled": TracedSystem("workflow, shared", _monoliths),
+    "lego": TracedSystem("node", lambda models, num_ranks: make("lego")),
+    OURS: TracedSystem("node", lambda models, num_ranks: make(OURS)),
 }
 """By name of a system."""
 
@@ -124,8 +122,8 @@ def _workflow(traced: production_trace.TracedRequest) -> str:
     return f"{traced.model} {traced.kind}{' with adapters' if traced.has_adapters else ''}"
 
 
-class Site:
-    """What a contender's ranks serve in a run: models, sizes, durations."""
+class TracedSite:
+    """What a system's ranks serve in a run: models, sizes, durations."""
 
     def __init__(self, unit: Unit, numbers: Numbers, traced: Sequence[Traced], seed: int) -> None:
         """seed: of how long models take to load."""
@@ -169,15 +167,14 @@ class Site:
     def teach(self, cost: CostModel) -> None:
         """A profile in which all requests take the mean of all, and loads, too."""
         usual = fmean(each.exec_seconds for each in self.traced)
+        profiles = dict[CostKey, list[tuple[Work, float]]]()
         for name, info in self.models.infos.items():
             for op, kinds, tokens in self._ops():
                 keys = tuple(key for key in self.models.models[name] if key.component in kinds)
-                key = CostKey(info.family, keys, op, info.device, 1)
-                every = [(Work.of([tokens] * number), self.op_seconds(op, [usual] * number)) for number in ROWS]
-                for work, seconds in every:
-                    cost.observe(key, work, seconds)
-                table = LatencyTable((len(work.queries), work.queries[0], seconds) for work, seconds in every)
-                cost.add_profile(key, Profile(table))
+                profiles[CostKey(info.family, keys, op, info.device, 1)] = [
+                    (Work.of([tokens] * number), self.op_seconds(op, [usual] * number)) for number in ROWS
+                ]
+        teach(cost, profiles)
         cost.observe_load(self._nbytes, fmean(self.load_seconds.values()))
 
     def _ops(self) -> Sequence[tuple[str, tuple[str, ...], int]]:
@@ -203,7 +200,7 @@ class Site:
 class TracedDurations(Durations):
     """Of the requests of a site."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: TracedSite) -> None:
         self._site = site
         self._seconds = {site.key(each): site.load_seconds[each.base] for each in site.traced}
 
@@ -223,25 +220,12 @@ def p95_wait(fleet: Fleet, numbers: Numbers, system: str, seed: int, near: float
     during which memory fills, is not counted, nor are its loads.
     """
     traced = requests(seed, fleet.num_parts)
-    site = Site(CONTENDERS[system].unit, numbers, traced, seed)
+    site = TracedSite(TRACED_SYSTEMS[system].unit, numbers, traced, seed)
     first, ranks, ends = int(EDGE * len(traced)), _ranks(site, fleet), dict[int, float]()
     clock, cost = Clock(), CostModel()
-    scheduler = OneSided(
-        SchedulerConfig(
-            max_num_seqs=4096,
-            max_plans_in_flight=1,
-            max_num_batched_tokens=2**31 - 1,
-            max_degree=1,
-            model_bytes=fleet.budget,
-        ),
-        site.models.infos,
-        fleet.num_ranks,
-        cost=cost,
-        policy=CONTENDERS[system].policy(list(site.models.models), fleet.num_ranks),
-        sizes=[LoadedComponent(key, nbytes) for key, nbytes in site.models.sizes.items()],
-    )
-    whole = register()
-    scheduler.workflows[whole.name] = whole
+    policy = TRACED_SYSTEMS[system].policy(list(site.models.models), fleet.num_ranks)
+    limits = SchedulerConfig(max_degree=1, model_bytes=fleet.budget)
+    scheduler = make_scheduler(limits, site.models.infos, fleet.num_ranks, site.models.sizes, policy, cost)
     site.teach(cost)
     scheduler.learn((), [(rank, ranks.memory.start(rank, ())) for rank in range(fleet.num_ranks)])
 
@@ -260,5 +244,5 @@ def p95_wait(fleet: Fleet, numbers: Numbers, system: str, seed: int, near: float
     return Measured(percentile(waits, 0.95), {COLD: float(cold), MEAN_WAIT: fmean(waits)})
 
 
-def _ranks(site: Site, fleet: Fleet) -> ModelRanks:
+def _ranks(site: TracedSite, fleet: Fleet) -> ModelRanks:
     return ModelRanks(fleet.num_ranks, site.models.infos, site.models.sizes, fleet.budget, Poison(), 0.0, Random(0))

@@ -19,6 +19,7 @@ from benchmarks.simulation.lego.experiments import (
     NEED_REFERENCES,
     Record,
     Task,
+    TaskKey,
     Wanted,
     reference_tasks,
     references,
@@ -40,7 +41,7 @@ def compare(
         print(line)
     print(f"Steps are made in at most {wanted.numbers.most_rounds} rounds; {wanted.number} requests, the first and")
     print("the last tenth are not counted. Values are on all devices as soon as they are made.")
-    found, shown, known = list(_read(file)), list[Record](), dict[str, float]()
+    found, shown, known = list(_read(file)), dict[TaskKey, Record](), dict[str, float]()
     if any(name in NEED_REFERENCES for name in names):
         tasks = list(reference_tasks(wanted))
         found += _do(tasks, found, processes, file)
@@ -50,14 +51,15 @@ def compare(
             continue
         tasks = list(EXPERIMENTS[name](wanted, known))
         found += _do(tasks, found, processes, file)
-        shown += (mine := _of(tasks, found))
+        mine = _of(tasks, found)
+        shown |= {each.task: each for each in mine}
         for line in table(mine):
             print(line, flush=True)
-    for line in bars.table(list(bars.bars(shown))):
+    for line in bars.table(list(bars.bars(list(shown.values())))):
         print(line)
     if folder is not None:
-        write_plots(folder, shown)
-    return shown
+        write_plots(folder, list(shown.values()))
+    return list(shown.values())
 
 
 def _read(file: Path | None) -> Iterator[Record]:

@@ -14,6 +14,8 @@ from math import inf
 from random import Random
 from typing import Literal
 
+import msgspec
+
 from benchmarks.simulation.clock import Clock
 from benchmarks.simulation.durations import Durations
 from benchmarks.simulation.engine import SimulatedEngine
@@ -29,7 +31,9 @@ from core.graph.work import Work
 from core.handles import LoadedComponent, ModelKey
 from core.messages.engine import Failed, Finished
 from core.messages.worker import Batch, BatchResult, ItemResult
+from core.model_info import ModelInfo
 from core.scheduling.endings import Output
+from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.scheduler import StepScheduler
 
 EDGE = 0.1
@@ -48,6 +52,23 @@ class OneSided(StepScheduler):
         super().apply(result)
         for made in (made for item in result.items for made in item.tensors):
             self.values.note_copy(made.key, self.ranks.up)
+
+
+def make_scheduler(
+    limits: SchedulerConfig,
+    infos: Mapping[str, ModelInfo],
+    num_ranks: int,
+    sizes: Mapping[ModelKey, int],
+    policy: SchedulingPolicy,
+    cost: CostModel,
+) -> OneSided:
+    """One that also knows requests that run as a whole, and has no limits but these. sizes: bytes of components."""
+    config = msgspec.structs.replace(limits, max_num_seqs=4096, max_plans_in_flight=1, max_num_batched_tokens=2**31 - 1)
+    components = [LoadedComponent(key, nbytes) for key, nbytes in sizes.items()]
+    scheduler = OneSided(config, infos, num_ranks, cost=cost, policy=policy, sizes=components)
+    whole = register()
+    scheduler.workflows[whole.name] = whole
+    return scheduler
 
 
 class NotingRanks(ModelRanks):
@@ -114,23 +135,8 @@ def serve(site: Site, name: str, offered: Offered, *, forecast: Forecast = "lear
     ranks.begun = set()
     cost = FrozenCosts() if is_true else CostModel()
     policy, started = system.make(site, offered)
-    scheduler = OneSided(
-        SchedulerConfig(
-            max_num_seqs=4096,
-            max_plans_in_flight=1,
-            max_num_batched_tokens=2**31 - 1,
-            max_degree=system.max_degree,
-            on_late=system.on_late,
-            model_bytes=site.budget,
-        ),
-        infos,
-        site.num_ranks,
-        cost=cost,
-        policy=policy,
-        sizes=[LoadedComponent(key, nbytes) for key, nbytes in sizes.items()],
-    )
-    whole = register()
-    scheduler.workflows[whole.name] = whole
+    limits = SchedulerConfig(max_degree=system.max_degree, on_late=system.on_late, model_bytes=site.budget)
+    scheduler = make_scheduler(limits, infos, site.num_ranks, sizes, policy, cost)
     site.teach(cost, system.unit)
     if isinstance(cost, FrozenCosts):
         cost.is_frozen = True

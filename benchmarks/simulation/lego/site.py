@@ -191,11 +191,7 @@ class Site:
 
     def teach(self, cost: CostModel, unit: Unit) -> None:
         """Give a cost model the profile of all work, and of loads."""
-        for key, every in self._profiles(unit).items():
-            for work, seconds in every:
-                cost.observe(key, work, seconds)
-            table = LatencyTable((len(work.queries), work.queries[0], seconds) for work, seconds in every)
-            cost.add_profile(key, Profile(table))
+        teach(cost, self._profiles(unit))
         for gigabytes in (1, 10, 30):
             cost.observe_load(_bytes(gigabytes), gigabytes / self.numbers.load_gigabytes_per_second)
 
@@ -227,6 +223,15 @@ class Site:
         if workflow.num_nets:
             yield "control_encode", tuple(by_kind["vae"]), workflow.num_nets, IMAGE_TOKENS
             yield "controlnet", tuple(by_kind["controlnet"]), workflow.num_nets, STEP_TOKENS
+
+
+def teach(cost: CostModel, profiles: Mapping[CostKey, Sequence[tuple[Work, float]]]) -> None:
+    """Give a cost model profiles: work of batches, whose rows are alike, and the seconds that they take."""
+    for key, every in profiles.items():
+        for work, seconds in every:
+            cost.observe(key, work, seconds)
+        table = LatencyTable((len(work.queries), work.queries[0], seconds) for work, seconds in every)
+        cost.add_profile(key, Profile(table))
 
 
 def has_nodes(unit: Unit) -> bool:
