@@ -28,7 +28,7 @@ Found = list[float]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CellRecords:
     """The records of one cell."""
 
     experiment: str
@@ -100,7 +100,7 @@ def bars(records: Sequence[Record]) -> Iterator[Bar]:
     for experiment, cell in dict.fromkeys((each.experiment, each.cell) for each in records):
         mine = [each for each in records if (each.experiment, each.cell) == (experiment, cell)]
         if experiment in _BARS and any(each.system == OURS for each in mine):
-            yield from _BARS[experiment](Outcome(experiment, cell, mine))
+            yield from _BARS[experiment](CellRecords(experiment, cell, mine))
 
 
 def table(every: Sequence[Bar]) -> Iterator[str]:
@@ -111,7 +111,7 @@ def table(every: Sequence[Bar]) -> Iterator[str]:
         yield f"  {each.text}"
 
 
-def _rate(one: Outcome) -> Iterator[Bar]:
+def _rate(one: CellRecords) -> Iterator[Bar]:
     best = one.best()
     yield from one.against(best, least=0.97)
     if best is not None and len(found := one.ratio(best)) > 1:
@@ -122,32 +122,32 @@ def _rate(one: Outcome) -> Iterator[Bar]:
     yield from one.against("lego", least=1.1 if is_hard else None)
 
 
-def _bursts(one: Outcome) -> Iterator[Bar]:
+def _bursts(one: CellRecords) -> Iterator[Bar]:
     is_paper = one.cell.startswith("S6, 16 devices")
     yield from one.against(one.best(BASELINES), least=3.0 if is_paper else None)
     yield from one.against("lego", least=1.6 if is_paper else None)
     yield from one.against("pooled")
 
 
-def _loads(one: Outcome) -> Iterator[Bar]:
+def _loads(one: CellRecords) -> Iterator[Bar]:
     yield from one.against(one.best(BASELINES), least=1.5)
     yield from one.against("lego")
     yield from one.against("pooled")
 
 
-def _slo(one: Outcome) -> Iterator[Bar]:
+def _slo(one: CellRecords) -> Iterator[Bar]:
     yield from one.bar("ours", one.own(), most=1.4)
     yield from one.against(one.best(BASELINES), most=None if "Poisson" in one.cell else 1 / 2.2)
     yield from one.against("lego")
     yield from one.against("pooled")
 
 
-def _cv(one: Outcome) -> Iterator[Bar]:
+def _cv(one: CellRecords) -> Iterator[Bar]:
     yield from one.against(one.best(BASELINES), least=1.6 if "by workflow" in one.cell else 1.15)
     yield from one.against("pooled")
 
 
-def _devices(one: Outcome) -> Iterator[Bar]:
+def _devices(one: CellRecords) -> Iterator[Bar]:
     if "Poisson" in one.cell:
         best = one.best()
         if best is not None:
@@ -158,25 +158,25 @@ def _devices(one: Outcome) -> Iterator[Bar]:
     yield from one.against("pooled")
 
 
-def _strict(one: Outcome) -> Iterator[Bar]:
+def _strict(one: CellRecords) -> Iterator[Bar]:
     best = one.best([*BASELINES, "pooled"])
     if best is not None:
         yield from one.bar(f"ours - {best}", one.more(best), least=0.0)
     yield from one.against("lego")
 
 
-def _overload(one: Outcome) -> Iterator[Bar]:
+def _overload(one: CellRecords) -> Iterator[Bar]:
     yield from one.bar("in time, of what the devices can do", one.own(), least=0.85)
     for name in (BROKEN, WORST):
         yield from one.bar(name, one.own(name))
 
 
-def _memory(one: Outcome) -> Iterator[Bar]:
+def _memory(one: CellRecords) -> Iterator[Bar]:
     yield from one.against("lego", least=2.5)
     yield from one.against("Diffusers-S", least=0.85)
 
 
-def _degrees(one: Outcome) -> Iterator[Bar]:
+def _degrees(one: CellRecords) -> Iterator[Bar]:
     load = float(one.cell.rpartition("load ")[2])
     yield from one.against(one.best(FIXED), most=1.06)
     yield from one.against("degree 1", most=1 / 1.3 if load <= 0.5 else None)
@@ -184,7 +184,7 @@ def _degrees(one: Outcome) -> Iterator[Bar]:
     yield from one.against("lego")
 
 
-def _sharing(one: Outcome) -> Iterator[Bar]:
+def _sharing(one: CellRecords) -> Iterator[Bar]:
     """A workflow that is on one device alone has no other to take turns with: memory is compared where both are on
     both.
     """
@@ -194,23 +194,23 @@ def _sharing(one: Outcome) -> Iterator[Bar]:
     yield from one.against("Diffusers", also=HELD)
 
 
-def _production(one: Outcome) -> Iterator[Bar]:
+def _production(one: CellRecords) -> Iterator[Bar]:
     yield from one.against("Diffusers-C", also=COLD, most=0.5)
     yield from one.against("Diffusers-C", most=0.65)
     yield from one.against("lego", also=COLD)
     yield from one.against("lego")
 
 
-def _ablations(one: Outcome) -> Iterator[Bar]:
+def _ablations(one: CellRecords) -> Iterator[Bar]:
     for name in ABLATIONS:
         yield from one.against(name)
 
 
-def _best(one: Outcome) -> Iterator[Bar]:
+def _best(one: CellRecords) -> Iterator[Bar]:
     yield from one.against(one.best())
 
 
-_BARS: Mapping[str, Callable[[Outcome], Iterator[Bar]]] = {
+_BARS: Mapping[str, Callable[[CellRecords], Iterator[Bar]]] = {
     "rate": _rate,
     "bursts": _bursts,
     "loads": _loads,

@@ -27,7 +27,7 @@ from benchmarks.simulation.lego.measures import (
     served_load,
 )
 from benchmarks.simulation.lego.numbers import ASSUMED, Numbers, varied
-from benchmarks.simulation.lego.production import TRACED_SYSTEMS, PACE, ROUNDS, Fleet, p95_wait
+from benchmarks.simulation.lego.production import PACE, ROUNDS, TRACED_SYSTEMS, Fleet, p95_wait
 from benchmarks.simulation.lego.site import Site
 from benchmarks.simulation.lego.systems import ABLATIONS, FIXED
 from benchmarks.simulation.lego.version import version_of

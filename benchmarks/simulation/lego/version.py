@@ -16,7 +16,7 @@ from benchmarks.simulation.lego.systems import ABLATIONS, FIXED
 from core import scheduling
 from core.scheduling.policies.papers import lego
 
-ROUND = 1
+SIMULATION = 1
 """To be raised where the simulation has changed so much that all systems are to be run again."""
 
 
@@ -25,7 +25,7 @@ def version_of(system: str) -> str:
     """Eight hexadecimal digits. Ours changes with any file of the scheduler; Algorithm 1 and the baselines, which are
     to be run again more rarely, with the file of their own policy alone.
     """
-    digest = sha256(f"{ROUND}".encode() + DATA.read_bytes())
+    digest = sha256(f"{SIMULATION}".encode() + DATA.read_bytes())
     for path in _files(system):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:8]

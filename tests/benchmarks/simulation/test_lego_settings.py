@@ -101,14 +101,14 @@ def test_whole_workflows_are_swapped_where_shared_components_all_fit() -> None:
 
 
 def test_what_the_parts_of_ours_do_is_switched_off() -> None:
-    small = replace(cell(0.5, 20), site=Site(varied(NUMBERS, "device_gigabytes", 37 / 72), "S6", 2))
+    small = replace(cell(0.5, 10), site=Site(varied(NUMBERS, "device_gigabytes", 37 / 72), "S6", 2))
     served = {name: run(small, name, seed=0) for name in (OURS, "nothing shared", "nothing scaled")}
     assert served["nothing scaled"].num_loads == 0
     assert served["nothing shared"].num_loads > served[OURS].num_loads
     lone = Site(NUMBERS, "S1", 2, inf)
     fastest = [min(serve(lone, name, Offered(POISSON, 0.001, 12, 0)).latencies) for name in (OURS, "one device")]
     assert fastest[1] > 1.3 * fastest[0]
-    crowd = [run(cell(3.0), name, seed=0) for name in (OURS, "all admitted")]
+    crowd = [run(cell(3.0, 30), name, seed=0) for name in (OURS, "all admitted")]
     assert crowd[1].begun == 1.0 > crowd[0].begun
 
 
@@ -279,7 +279,7 @@ def test_records_of_another_version_are_not_taken(tmp_path: Path, monkeypatch: p
     file = tmp_path / "records"
     first = compare(["overload"], wanted(["Diffusers-C"], 1), 1, file)
     with monkeypatch.context() as patch:
-        patch.setattr(version, "ROUND", version.ROUND + 1)
+        patch.setattr(version, "SIMULATION", version.SIMULATION + 1)
         version_of.cache_clear()
         assert not compare(["overload"], wanted(["Diffusers-C"], 1), 0, file)
     version_of.cache_clear()
