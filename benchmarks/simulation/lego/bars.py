@@ -19,8 +19,7 @@ from benchmarks.simulation.lego.production import COLD
 from benchmarks.simulation.lego.systems import ABLATIONS, BASELINES, FIXED
 
 FLOORS = {"cv": LEAST_CV}
-"""Experiment -> what a value of another system counts as at least, because lower ones are not tried; LEAST_LOAD
-elsewhere."""
+"""Experiment -> what a value counts as at least, because lower ones are not tried; LEAST_LOAD elsewhere."""
 
 
 Found = list[float]
@@ -51,8 +50,10 @@ class CellRecords:
 
     def ratio(self, other: str, also: str = "") -> Found:
         """Ours as a multiple of another system's. also: name of a further figure."""
-        floor = 1e-9 if also else FLOORS.get(self.experiment, LEAST_LOAD)
-        return [ours / max(theirs, floor) for ours, theirs in self._pairs(other, also)]
+        if also:
+            return [ours / theirs for ours, theirs in self._pairs(other, also)]
+        floor = FLOORS.get(self.experiment, LEAST_LOAD)
+        return [max(ours, floor) / max(theirs, floor) for ours, theirs in self._pairs(other)]
 
     def more(self, other: str) -> Found:
         """Ours without another system's."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import starmap
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
@@ -91,15 +90,28 @@ def _do(tasks: Sequence[Task], found: Sequence[Record], processes: int, file: Pa
 
 
 def _done(tasks: Sequence[tuple[Task, float]], processes: int) -> Iterator[Record]:
+    """What is broken is printed, and has no record."""
     if processes == 1 or len(tasks) < 2:
-        yield from starmap(Task.do, tasks)
+        yield from _unbroken(map(_do_one, tasks))
         return
     with get_context("forkserver").Pool(min(processes, len(tasks))) as pool:
-        yield from pool.imap_unordered(_do_one, tasks)
+        yield from _unbroken(pool.imap_unordered(_do_one, tasks))
 
 
-def _do_one(task: tuple[Task, float]) -> Record:
-    return task[0].do(task[1])
+def _unbroken(every: Iterable[Record | str]) -> Iterator[Record]:
+    for each in every:
+        if isinstance(each, Record):
+            yield each
+        else:
+            print(each, flush=True)
+
+
+def _do_one(task: tuple[Task, float]) -> Record | str:
+    """What went wrong, if the system left requests or decided what cannot be carried out."""
+    try:
+        return task[0].do(task[1])
+    except AssertionError as error:
+        return f"BROKEN {task[0].key}: {error}"
 
 
 def _noted(record: Record, file: Path | None) -> Record:

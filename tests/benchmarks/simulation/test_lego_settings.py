@@ -14,11 +14,11 @@ import pytest
 
 from benchmarks.baselines.monoliths import Whole, equal_pools, groups_that_fit, planned_pools
 from benchmarks.simulation.compared import OURS
-from benchmarks.simulation.lego import version
+from benchmarks.simulation.lego import experiments, version
 from benchmarks.simulation.lego.arrivals import Arrivals, Kind
 from benchmarks.simulation.lego.bars import bars
 from benchmarks.simulation.lego.experiments import EXPERIMENTS, Record, Wanted, reference_tasks, references
-from benchmarks.simulation.lego.measures import TARGET, WORST, Cell, edge, least_devices, run
+from benchmarks.simulation.lego.measures import TARGET, WORST, Cell, Measured, edge, least_devices, run
 from benchmarks.simulation.lego.numbers import ASSUMED, Numbers, varied
 from benchmarks.simulation.lego.plots import write_plots
 from benchmarks.simulation.lego.production import COLD, TRACED_SYSTEMS, Fleet, TracedSite, p95_wait, requests
@@ -286,6 +286,18 @@ def test_records_of_another_version_are_not_taken(tmp_path: Path, monkeypatch: p
     assert len(compare(["overload"], wanted(["Diffusers-C"], 1), 0, file)) == len(first)
     assert len({version_of(name) for name in (OURS, "lego", "pooled", *FIXED)}) == 4
     assert {version_of(name) for name in ABLATIONS} == {version_of(OURS)}
+
+
+def test_what_is_broken_has_no_record(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def breaks(cell: Cell, system: str, seed: int, near: float) -> Measured:
+        assert system != "pooled", "a request is left"
+        return Measured(1.0)
+
+    monkeypatch.setattr(experiments, "served_load", breaks)
+    found = compare(["overload"], wanted(["Diffusers-C", "pooled"], 1), 1, None)
+    assert {each.system for each in found} == {"Diffusers-C"}
+    assert "BROKEN" in (printed := capsys.readouterr().out)
+    assert "a request is left" in printed
 
 
 def few(experiment: str, cell: str, *, is_more_better: bool = True, **values: tuple[float, ...]) -> list[Record]:
