@@ -51,7 +51,7 @@ class CellRecords:
     def ratio(self, other: str, also: str = "") -> Found:
         """Ours as a multiple of another system's. also: name of a further figure."""
         if also:
-            return [ours / theirs for ours, theirs in self._pairs(other, also)]
+            return [ours / theirs for ours, theirs in self._pairs(other, also) if theirs]
         floor = FLOORS.get(self.experiment, LEAST_LOAD)
         return [max(ours, floor) / max(theirs, floor) for ours, theirs in self._pairs(other)]
 
