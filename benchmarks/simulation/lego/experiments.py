@@ -27,6 +27,7 @@ from benchmarks.simulation.lego.measures import (
     served_load,
 )
 from benchmarks.simulation.lego.numbers import ASSUMED, Numbers, varied
+from benchmarks.simulation.lego.production import DATA as PRODUCTION
 from benchmarks.simulation.lego.production import PACE, ROUNDS, TRACED_SYSTEMS, Fleet, p95_wait
 from benchmarks.simulation.lego.site import Site
 from benchmarks.simulation.lego.systems import ABLATIONS, FIXED
@@ -282,7 +283,7 @@ def production(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task
         fleet = Fleet(gigabytes)
         name = f"GenTD26's requests, times {PACE:g}, {fleet.num_ranks} devices, memory {gigabytes:g} GB"
         for seed, system in product(range(wanted.seeds), TRACED_SYSTEMS):
-            measure, version = partial(p95_wait, fleet, wanted.numbers), version_of(system)
+            measure, version = partial(p95_wait, fleet, wanted.numbers), version_of(system, PRODUCTION)
             yield Task("production", name, "P95 wait", system, seed, measure, effort, False, version)
 
 

@@ -58,7 +58,7 @@ MOST_SECONDS = 300.0
 """Requests that took longer are left out."""
 
 COLD, MEAN_WAIT = "cold starts", "mean wait"
-"""Loads of base models or workflows; seconds."""
+"""Loads of base models or workflows, also of those that no request waits for; seconds."""
 
 
 class Traced(NamedTuple):

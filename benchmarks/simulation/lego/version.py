@@ -21,12 +21,12 @@ SIMULATION = 1
 
 
 @cache
-def version_of(system: str) -> str:
+def version_of(system: str, *data: Path) -> str:
     """Eight hexadecimal digits. Ours changes with any file of the scheduler; Algorithm 1 and the baselines, which are
-    to be run again more rarely, with the file of their own policy alone.
+    to be run again more rarely, with the file of their own policy alone. data: that are read besides DATA.
     """
     digest = sha256(f"{SIMULATION}".encode() + DATA.read_bytes())
-    for path in _files(system):
+    for path in (*_files(system), *data):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:8]
 
