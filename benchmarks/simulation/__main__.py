@@ -206,7 +206,7 @@ def serve_workflows(args: argparse.Namespace) -> None:
     if args.quick:
         numbers, seeds, number = msgspec.structs.replace(numbers, most_rounds=4), args.seeds or 2, 300
     wanted = Wanted(numbers, args.settings, args.devices, seeds, number, args.systems)
-    lego.compare(args.experiments, wanted, args.processes, args.records, args.plots)
+    lego.compare(args.experiments, wanted, args.processes, args.records, args.output, args.plots)
 
 
 def simulate_fleets(args: argparse.Namespace) -> None:

@@ -38,7 +38,7 @@ def write_plots(folder: Path, records: Sequence[Record]) -> None:
 def _figure(experiment: str, records: Sequence[Record]) -> Figure:
     """Cells from top to bottom; means over seeds, with 95 % intervals."""
     cells = list(dict.fromkeys(each.cell for each in records))
-    figure = Figure(figsize=(9.0, 1.4 + ROW_INCHES * len(cells)), layout="constrained")
+    figure = Figure(figsize=(10.0, 1.6 + ROW_INCHES * len(cells)), layout="constrained")
     axes = figure.subplots()
     for system in dict.fromkeys(each.system for each in records):
         found = [
@@ -61,5 +61,5 @@ def _figure(experiment: str, records: Sequence[Record]) -> Figure:
     axes.set_yticks(range(len(cells)), cells, fontsize=6)
     axes.invert_yaxis()
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="x-small")
+    figure.legend(loc="outside right upper", fontsize="x-small")
     return figure

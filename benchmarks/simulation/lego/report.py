@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,10 +31,15 @@ from benchmarks.simulation.lego.systems import BASELINES
 
 
 def compare(
-    names: Sequence[str], wanted: Wanted, processes: int, file: Path | None, folder: Path | None = None
+    names: Sequence[str],
+    wanted: Wanted,
+    processes: int,
+    file: Path | None,
+    output: Path | None = None,
+    folder: Path | None = None,
 ) -> list[Record]:
     """Run experiments of EXPERIMENTS and print tables, and the bars. processes: 0: nothing is run, what the file has is
-    shown. file: of lines of JSON: what it has is not run again. folder: for plots.
+    shown. file: of lines of JSON: what it has is not run again. output: file for the bars as JSON. folder: for plots.
     """
     print("LegoDiffusion's settings, simulated. Assumed, as the paper does not state them:")
     for line in described(wanted.numbers):
@@ -54,11 +60,15 @@ def compare(
         shown |= {each.task: each for each in mine}
         for line in table(mine):
             print(line, flush=True)
-    for line in bars.table(list(bars.bars(list(shown.values())))):
+    records = list(shown.values())
+    reached = list(bars.bars(records))
+    for line in bars.table(reached):
         print(line)
+    if output is not None:
+        output.write_text(json.dumps([each._asdict() | {"is_met": each.is_met} for each in reached], indent=1))
     if folder is not None:
-        write_plots(folder, list(shown.values()))
-    return list(shown.values())
+        write_plots(folder, records)
+    return records
 
 
 def _read(file: Path | None) -> Iterator[Record]:

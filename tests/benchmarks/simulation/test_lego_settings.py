@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
@@ -234,8 +235,11 @@ def wanted(systems: Sequence[str], seeds: int = 2) -> Wanted:
 
 def test_a_run_goes_on_from_its_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "records"
-    few = compare(["overload"], wanted(["Diffusers-C"], 1), 1, file)
-    assert len(few) == 2
+    few = compare(["overload"], wanted(["Diffusers-C", OURS], 1), 1, file, tmp_path / "bars.json", tmp_path)
+    assert len(few) == 4
+    names = [each["name"] for each in json.loads((tmp_path / "bars.json").read_text())]
+    assert any("load 2; in time, of what the devices can do" in name for name in names)
+    assert "Poisson" in (tmp_path / "lego_overload.svg").read_text()
     lines = file.read_text().splitlines()
     more = compare(["overload"], wanted(["Diffusers-C", "pooled"], 1), 1, file)
     assert file.read_text().splitlines()[: len(lines)] == lines
