@@ -130,8 +130,8 @@ def test_components_that_are_not_shared_are_each_workflow_s_own() -> None:
 
 
 def test_a_part_of_the_production_trace_is_served() -> None:
-    """66 requests, all of which have a picture. Where base models are shared, fewer components are loaded."""
-    fleet, traced = Fleet(36.0, num_ranks=4, num_parts=400), requests(0, 400)
+    """37 requests, all of which have a picture. Where base models are shared, fewer components are loaded."""
+    fleet, traced = Fleet(36.0, num_ranks=3, num_parts=700), requests(0, 700)
     assert len({each.workflow for each in traced}) > len({each.base for each in traced})
     measured = {system: p95_wait(fleet, NUMBERS, system, 0, 0.0) for system in TRACED_SYSTEMS}
     assert measured["pooled"].also[COLD] < measured["Diffusers-C"].also[COLD]
