@@ -141,7 +141,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--plots", type=Path, metavar="FOLDER", help="with --paper, --trace or --arena: write plots there"
     )
     parser.add_argument(
-        "--processes", type=int, default=os.cpu_count(), help="with --paper, --trace, --models or --arena: runs at once"
+        "--processes",
+        type=int,
+        default=os.cpu_count(),
+        help="with --paper, --trace, --models or --arena: runs at once; 0, with --paper lego: show what --records has",
     )
     parser.add_argument("--overhead", type=float, default=OVERHEAD, help="share by which batches exceed their tables")
     parser.add_argument(
@@ -203,7 +206,7 @@ def serve_workflows(args: argparse.Namespace) -> None:
     if args.quick:
         numbers, seeds, number = msgspec.structs.replace(numbers, most_rounds=4), args.seeds or 2, 300
     wanted = Wanted(numbers, args.settings, args.devices, seeds, number, args.systems)
-    lego.compare(args.experiments, wanted, args.processes, args.records)
+    lego.compare(args.experiments, wanted, args.processes, args.records, args.output, args.plots)
 
 
 def simulate_fleets(args: argparse.Namespace) -> None:

@@ -20,10 +20,21 @@ class TracedRequest(NamedTuple):
     owner: str
     steps: int  # 30 where the file has none
     model: str
+    kind: str  # t2i, i2i or inpaint
+    has_adapters: bool
+    exec_seconds: float | None  # that it took, without its wait; None: it has no picture
 
 
 def read() -> Iterator[TracedRequest]:
     """In the order in which they came."""
     with gzip.open(DATA, "rt") as file:
         for row in csv.DictReader(file):
-            yield TracedRequest(float(row["t_seconds"]), row["owner"], int(row["steps"] or 30), row["model"])
+            yield TracedRequest(
+                seconds=float(row["t_seconds"]),
+                owner=row["owner"],
+                steps=int(row["steps"] or 30),
+                model=row["model"],
+                kind=row["kind"],
+                has_adapters=row["num_lora"] != "0",
+                exec_seconds=float(row["exec_seconds"] or 0) or None if row["status"] == "succeed" else None,
+            )

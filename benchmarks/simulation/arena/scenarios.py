@@ -14,6 +14,7 @@ from benchmarks.simulation.arena import (
     traced_models,
     troubles,
     video_cells,
+    workflow_cells,
 )
 from benchmarks.simulation.arena.bar import Bar
 from benchmarks.simulation.arena.contest import Contest
@@ -40,6 +41,7 @@ SCENARIOS: dict[str, Scenario] = {
     "troubles": Scenario(troubles.POLICIES, troubles.contests, troubles.bars),
     "routing": Scenario(routed.POLICIES, routed.contests),
     "models": Scenario(traced_models.POLICIES, traced_models.contests),
+    "workflows": Scenario(workflow_cells.POLICIES, workflow_cells.contests),
     "one-rank": Scenario(one_rank.POLICIES, one_rank.contests),
 }
 

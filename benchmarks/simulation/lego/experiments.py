@@ -14,10 +14,24 @@ import msgspec
 
 from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.lego.arrivals import Arrivals
-from benchmarks.simulation.lego.measures import Cell, least_devices, least_slo_scale, most_cv, most_load, run
+from benchmarks.simulation.lego.measures import (
+    Cell,
+    Measure,
+    Measured,
+    in_time,
+    least_devices,
+    least_slo_scale,
+    mean_latency,
+    most_cv,
+    most_load,
+    served_load,
+)
 from benchmarks.simulation.lego.numbers import ASSUMED, Numbers, varied
+from benchmarks.simulation.lego.production import DATA as PRODUCTION
+from benchmarks.simulation.lego.production import PACE, ROUNDS, TRACED_SYSTEMS, Fleet, p95_wait
 from benchmarks.simulation.lego.site import Site
-from benchmarks.simulation.lego.systems import FIXED
+from benchmarks.simulation.lego.systems import ABLATIONS, FIXED
+from benchmarks.simulation.lego.version import version_of
 
 POISSON = Arrivals()
 BURSTY = Arrivals("by workflow", 4.0)
@@ -28,8 +42,8 @@ SETTING = "S6"
 """Where the paper varies one thing at a time; on 16 devices."""
 
 
-TaskKey = tuple[str, str, str, int, str]
-"""(experiment, cell, system, seed, effort)"""
+TaskKey = tuple[str, str, str, int, str, str]
+"""(experiment, cell, system, seed, effort, version)"""
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -43,37 +57,43 @@ class Record(msgspec.Struct, frozen=True):
     value: float
     effort: str  # how much was simulated, in words
     is_more_better: bool = True
+    also: dict[str, float] = {}  # see `Measured`
+    version: str = ""  # of the system, see `version_of`
 
     @property
     def task(self) -> TaskKey:
-        return self.experiment, self.cell, self.system, self.seed, self.effort
+        return self.experiment, self.cell, self.system, self.seed, self.effort, self.version
 
 
 @dataclass(frozen=True)
 class Task:
-    """measure: (cell, system, seed) -> value."""
+    """What gives a record. measure: (system, seed, near) as for Measure. effort: how much is simulated, in words.
+    version: of the system.
+    """
 
     experiment: str
     name: str
     unit: str
     system: str
     seed: int
-    cell: Cell
-    measure: Callable[[Cell, str, int], float]
-    is_more_better: bool = True
+    measure: Callable[[str, int, float], Measured]
+    effort: str
+    is_more_better: bool
+    version: str
 
     @property
     def key(self) -> TaskKey:
-        return self.experiment, self.name, self.system, self.seed, self._effort
+        return self.key_of(self.seed)
 
-    @property
-    def _effort(self) -> str:
-        return f"{self.cell.number} requests, {self.cell.site.numbers.most_rounds} rounds"
+    def key_of(self, seed: int) -> TaskKey:
+        """The key of the same task with another seed."""
+        return self.experiment, self.name, self.system, seed, self.effort, self.version
 
-    def do(self) -> Record:
-        value = float(self.measure(self.cell, self.system, self.seed))
+    def do(self, near: float) -> Record:
+        """near: the value of another seed; 0: unknown."""
+        found = self.measure(self.system, self.seed, near)
         facts = self.experiment, self.name, self.unit, self.system, self.seed
-        return Record(*facts, value, self._effort, self.is_more_better)
+        return Record(*facts, found.value, self.effort, self.is_more_better, dict(found.also), self.version)
 
 
 class Wanted(NamedTuple):
@@ -103,14 +123,16 @@ def _tasks(
     name: str,
     unit: str,
     cell: Cell,
-    measure: Callable[[Cell, str, int], float],
+    measure: Measure,
     *,
     systems: Sequence[str] = (),
     is_more_better: bool = True,
 ) -> Iterator[Task]:
+    effort = f"{cell.number} requests, {cell.site.numbers.most_rounds} rounds"
     for seed in range(wanted.seeds):
         for system in systems or wanted.systems:
-            yield Task(experiment, name, unit, system, seed, cell, measure, is_more_better)
+            bound, version = partial(measure, cell), version_of(system)
+            yield Task(experiment, name, unit, system, seed, bound, effort, is_more_better, version)
 
 
 def _cell(wanted: Wanted, arrivals: Arrivals, load: float, setting: str = SETTING, devices: int = 0) -> Cell:
@@ -162,7 +184,7 @@ def loads(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
 
 
 def memory(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
-    """Devices that hold one base model of FLUX: the largest workflow just fits."""
+    """Devices that hold one base model of FLUX: the largest workflow just fits, which it does not in 36 GB."""
     small = msgspec.structs.replace(wanted.numbers, device_gigabytes=HALF_GIGABYTES)
     yield from _with(wanted, "memory", POISSON, f"memory {HALF_GIGABYTES:g} GB", small)
 
@@ -176,8 +198,9 @@ def numbers(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
 
 
 def true(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
-    """Durations that do not vary and are known."""
+    """Durations that do not vary and are known, beside those of `rate`, whose forecast is learnt."""
     cell = _cell(wanted, POISSON, 0.0)
+    yield from _tasks(wanted, "rate", _name(cell), "load held at 90 %", cell, most_load)
     measure = partial(most_load, forecast="true")
     yield from _tasks(wanted, "true", _name(cell, "true seconds known"), "load held at 90 %", cell, measure)
 
@@ -187,7 +210,7 @@ def strict(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
     for setting in wanted.settings:
         cell = Cell(Site(wanted.numbers, setting, wanted.num_devices, 1.0), POISSON, 0.4, wanted.number)
         name = _name(cell, "objective 1.0 x alone, load 0.4")
-        yield from _tasks(wanted, "strict", name, "in time", cell, _in_time)
+        yield from _tasks(wanted, "strict", name, "in time", cell, in_time)
 
 
 def slo(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
@@ -216,76 +239,75 @@ def devices(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
 
 
 def overload(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
-    """Figure 10, right: more than the devices can do."""
+    """Figure 10, right: more than the devices can do, and what of that admission has promised in vain."""
     for setting in wanted.settings:
         for load in (1.5, 2.0):
             cell = _cell(wanted, POISSON, load, setting)
-            yield from _tasks(wanted, "overload", _name(cell, f"load {load:g}"), "in time x load", cell, _served)
-
-
-def broken(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
-    """What admission promises: of what has begun, what is not in time."""
-    for setting in wanted.settings:
-        cell = _cell(wanted, POISSON, 1.5, setting)
-        name = _name(cell, "load 1.5")
-        unit = "not in time of those that have begun"
-        yield from _tasks(wanted, "broken", name, unit, cell, _broken, is_more_better=False)
+            yield from _tasks(wanted, "overload", _name(cell, f"load {load:g}"), "in time x load", cell, served_load)
 
 
 def degrees(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
     """Figure 4, right: SD3's workflows on four devices, without objectives."""
     for load in (0.1, 0.3, 0.5, 0.75, 0.9):
         cell = Cell(Site(wanted.numbers, "S1", 4, inf), POISSON, load, wanted.number)
-        systems = (*FIXED, "lego", OURS)
-        name = _name(cell, f"load {load:g}")
-        yield from _tasks(
-            wanted, "degrees", name, "mean latency", cell, _mean_latency, systems=systems, is_more_better=False
-        )
+        yield from _latency(wanted, "degrees", _name(cell, f"load {load:g}"), cell, (*FIXED, "lego", OURS))
 
 
 def sharing(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
-    """Figure 4, left: SD3's workflows on three devices: a device for each, or all shared."""
-    for load in (0.4, 0.7):
-        cell = Cell(Site(wanted.numbers, "S1", 3, inf), POISSON, load, wanted.number)
-        name, systems = _name(cell, f"load {load:g}"), ("Diffusers", "pooled", "lego", OURS)
-        yield from _tasks(
-            wanted, "sharing", name, "mean latency", cell, _mean_latency, systems=systems, is_more_better=False
-        )
+    """Figure 4, left: SD3 with and without a ControlNet on two devices, a device for each or both shared: latency
+    without objectives, and memory. Diffusers-C has both workflows on both devices.
+    """
+    for load in (0.4, 0.6):
+        cell = Cell(Site(wanted.numbers, "S1", 2, inf, most_nets=1), POISSON, load, wanted.number)
+        systems = "Diffusers", "Diffusers-C", "pooled", "lego", OURS
+        yield from _latency(wanted, "sharing", f"a pair of {_name(cell, f'load {load:g}')}", cell, systems)
 
 
-def _in_time(cell: Cell, system: str, seed: int) -> float:
-    return run(cell, system, seed).in_time
+def _latency(wanted: Wanted, experiment: str, name: str, cell: Cell, systems: Sequence[str]) -> Iterator[Task]:
+    return _tasks(wanted, experiment, name, "mean latency", cell, mean_latency, systems=systems, is_more_better=False)
 
 
-def _served(cell: Cell, system: str, seed: int) -> float:
-    return run(cell, system, seed).in_time * cell.load
+def ablations(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
+    """Ours without one of its parts."""
+    small = msgspec.structs.replace(wanted.numbers, device_gigabytes=HALF_GIGABYTES)
+    for arrivals, numbers in product((POISSON, BURSTY), (wanted.numbers, small)):
+        cell = Cell(Site(numbers, SETTING, wanted.num_devices), arrivals, 0.0, wanted.number)
+        name = _name(cell, f"memory {numbers.device_gigabytes:g} GB")
+        yield from _tasks(wanted, "ablations", name, "load held at 90 %", cell, most_load, systems=(OURS, *ABLATIONS))
 
 
-def _broken(cell: Cell, system: str, seed: int) -> float:
-    return run(cell, system, seed).broken
-
-
-def _mean_latency(cell: Cell, system: str, seed: int) -> float:
-    return fmean(run(cell, system, seed).latencies)
+def production(wanted: Wanted, references: Mapping[str, float]) -> Iterator[Task]:
+    """A production trace, of which each seed has another part."""
+    effort = f"a part of the trace, {ROUNDS} rounds"
+    for gigabytes in (72.0, 36.0):
+        fleet = Fleet(gigabytes)
+        name = f"GenTD26's requests, times {PACE:g}, {fleet.num_ranks} devices, memory {gigabytes:g} GB"
+        for seed, system in product(range(wanted.seeds), TRACED_SYSTEMS):
+            measure, version = partial(p95_wait, fleet, wanted.numbers), version_of(system, PRODUCTION)
+            yield Task("production", name, "P95 wait", system, seed, measure, effort, False, version)
 
 
 EXPERIMENTS: Mapping[str, Experiment] = {
     each.__name__: each
     for each in (
-        *(rate, bursts, pooled, trace, loads, memory, numbers, true, strict, overload, broken, degrees, sharing),
-        *(slo, cv, devices),
+        *(rate, bursts, loads, slo, cv, devices, strict, overload, memory, degrees, sharing, production),
+        *(true, ablations, trace, pooled, numbers),
     )
 }
-"""By name."""
+"""By name, those first that bars are about."""
 
 NEED_REFERENCES = ("slo", "cv", "devices")
+
+REFERENCE_SEEDS = 2
+"""However many are wanted, so that cells have the same load where more are."""
 
 
 def reference_tasks(wanted: Wanted) -> Iterator[Task]:
     """What reference loads are made of."""
+    few = wanted._replace(seeds=REFERENCE_SEEDS)
     for arrivals in (POISSON, TRACE, BURSTY):
-        cell = _cell(wanted, arrivals, 0.0)
-        yield from _tasks(wanted, "reference", _name(cell), "load held at 90 %", cell, most_load, systems=("lego",))
+        cell = _cell(few, arrivals, 0.0)
+        yield from _tasks(few, "reference", _name(cell), "load held at 90 %", cell, most_load, systems=("lego",))
 
 
 def references(records: Sequence[Record]) -> dict[str, float]:

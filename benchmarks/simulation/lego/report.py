@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import get_context
 from pathlib import Path
@@ -12,38 +13,62 @@ import msgspec
 from benchmarks.report import print_line
 from benchmarks.simulation.arena.verdict import half_interval
 from benchmarks.simulation.compared import OURS
+from benchmarks.simulation.lego import bars
 from benchmarks.simulation.lego.experiments import (
     EXPERIMENTS,
     NEED_REFERENCES,
     Record,
     Task,
+    TaskKey,
     Wanted,
     reference_tasks,
     references,
 )
+from benchmarks.simulation.lego.measures import LEAST_LOAD
 from benchmarks.simulation.lego.numbers import described
+from benchmarks.simulation.lego.plots import write_plots
 from benchmarks.simulation.lego.systems import BASELINES
 
 
-def compare(names: Sequence[str], wanted: Wanted, processes: int, file: Path | None) -> list[Record]:
-    """Run experiments of EXPERIMENTS and print tables. file: of lines of JSON: what it has is not run again."""
+def compare(
+    names: Sequence[str],
+    wanted: Wanted,
+    processes: int,
+    file: Path | None,
+    output: Path | None = None,
+    folder: Path | None = None,
+) -> list[Record]:
+    """Run experiments of EXPERIMENTS and print tables, and the bars. processes: 0: nothing is run, what the file has is
+    shown. file: of lines of JSON: what it has is not run again. output: file for the bars as JSON. folder: for plots.
+    """
     print("LegoDiffusion's settings, simulated. Assumed, as the paper does not state them:")
     for line in described(wanted.numbers):
         print(line)
     print(f"Steps are made in at most {wanted.numbers.most_rounds} rounds; {wanted.number} requests, the first and")
     print("the last tenth are not counted. Values are on all devices as soon as they are made.")
-    found = list(_read(file))
-    known: dict[str, float] = {}
+    found, shown, known = list(_read(file)), dict[TaskKey, Record](), dict[str, float]()
     if any(name in NEED_REFERENCES for name in names):
         tasks = list(reference_tasks(wanted))
         found += _do(tasks, found, processes, file)
         known = references(_of(tasks, found))
     for name in names:
+        if name in NEED_REFERENCES and not known:
+            continue
         tasks = list(EXPERIMENTS[name](wanted, known))
         found += _do(tasks, found, processes, file)
-        for line in table(_of(tasks, found)):
+        mine = _of(tasks, found)
+        shown |= {each.task: each for each in mine}
+        for line in table(mine):
             print(line, flush=True)
-    return found
+    records = list(shown.values())
+    reached = list(bars.bars(records))
+    for line in bars.table(reached):
+        print(line)
+    if output is not None:
+        output.write_text(json.dumps([each._asdict() | {"is_met": each.is_met} for each in reached], indent=1))
+    if folder is not None:
+        write_plots(folder, records)
+    return records
 
 
 def _read(file: Path | None) -> Iterator[Record]:
@@ -53,21 +78,50 @@ def _read(file: Path | None) -> Iterator[Record]:
 
 
 def _of(tasks: Iterable[Task], found: Iterable[Record]) -> list[Record]:
-    """The records of these tasks."""
-    keys = {task.key for task in tasks}
-    return [each for each in found if each.task in keys]
+    """The records of these tasks, in their order."""
+    known = {each.task: each for each in found}
+    return [known[task.key] for task in tasks if task.key in known]
 
 
-def _do(tasks: Iterable[Task], found: Sequence[Record], processes: int, file: Path | None) -> list[Record]:
-    """The records of tasks that have none yet."""
-    done = {each.task for each in found}
-    left, made = [task for task in tasks if task.key not in done], list[Record]()
-    if processes == 1:
-        return [_noted(task.do(), file) for task in left]
-    with get_context("forkserver").Pool(processes) as pool:
-        for record in pool.imap(Task.do, left):
+def _do(tasks: Sequence[Task], found: Sequence[Record], processes: int, file: Path | None) -> list[Record]:
+    """The records of tasks that have none yet, of one seed after the other: searches begin where the last one ended."""
+    known = {each.task: each.value for each in found}
+    made = list[Record]()
+    for seed in sorted({task.seed for task in tasks}) if processes else ():
+        left = [
+            (task, known.get(task.key_of(seed - 1), 0.0))
+            for task in tasks
+            if task.seed == seed and task.key not in known
+        ]
+        for record in _done(left, processes):
             made.append(_noted(record, file))
+            known[record.task] = record.value
     return made
+
+
+def _done(tasks: Sequence[tuple[Task, float]], processes: int) -> Iterator[Record]:
+    """What is broken is printed, and has no record."""
+    if processes == 1 or len(tasks) < 2:
+        yield from _unbroken(map(_do_one, tasks))
+        return
+    with get_context("forkserver").Pool(min(processes, len(tasks))) as pool:
+        yield from _unbroken(pool.imap_unordered(_do_one, tasks))
+
+
+def _unbroken(every: Iterable[Record | str]) -> Iterator[Record]:
+    for each in every:
+        if isinstance(each, Record):
+            yield each
+        else:
+            print(each, flush=True)
+
+
+def _do_one(task: tuple[Task, float]) -> Record | str:
+    """What went wrong, if the system left requests or decided what cannot be carried out."""
+    try:
+        return task[0].do(task[1])
+    except AssertionError as error:
+        return f"BROKEN {task[0].key}: {error}"
 
 
 def _noted(record: Record, file: Path | None) -> Record:
@@ -88,11 +142,19 @@ def table(records: Sequence[Record]) -> Iterator[str]:
         yield f"\n{mine[0].experiment}: {mine[0].cell}; {len(seeds)} seeds, {mine[0].effort}: {mine[0].unit}"
         for system in dict.fromkeys(each.system for each in mine):
             values = [each.value for each in mine if each.system == system]
-            yield f"  {system:<20} {fmean(values):7.3f} +- {half_interval(values):5.3f}   {_advantage(mine, system)}"
+            mean, also = f"{fmean(values):7.3f} +- {half_interval(values):5.3f}", _also(mine, system)
+            yield f"  {system:<20} {mean}   {_advantage(mine, system):<22} {also}".rstrip()
         for name, others in (("all others", None), ("the paper's baselines", BASELINES)):
             best = _best(mine, others)
             if best is not None:
                 yield f"  best of {name}: {best}; {_advantage(mine, best)}"
+
+
+def _also(records: Sequence[Record], system: str) -> str:
+    mine = [each for each in records if each.system == system]
+    names = dict.fromkeys(name for each in mine for name in each.also)
+    means = {name: fmean(each.also[name] for each in mine if name in each.also) for name in names}
+    return ", ".join(f"{name} {mean:.2f}" for name, mean in means.items())
 
 
 def _best(records: Sequence[Record], among: Sequence[str] | None) -> str | None:
@@ -117,6 +179,6 @@ def _advantage(records: Sequence[Record], other: str) -> str:
 
 
 def _ratio(ours: float, other: float, *, is_more_better: bool) -> float:
-    """Above 1 where ours is better; values of 0 count as 0.01."""
-    one, two = max(ours, 0.01), max(other, 0.01)
+    """Above 1 where ours is better; lower values than the lowest load that is tried count as that."""
+    one, two = max(ours, LEAST_LOAD), max(other, LEAST_LOAD)
     return one / two if is_more_better else two / one

@@ -14,12 +14,14 @@ from math import inf
 from random import Random
 from typing import Literal
 
+import msgspec
+
 from benchmarks.simulation.clock import Clock
 from benchmarks.simulation.durations import Durations
 from benchmarks.simulation.engine import SimulatedEngine
 from benchmarks.simulation.lego.numbers import Numbers, Workflow
 from benchmarks.simulation.lego.site import Site, op_seconds, register
-from benchmarks.simulation.lego.systems import FIXED, SYSTEMS, Offered
+from benchmarks.simulation.lego.systems import Offered, system_of
 from benchmarks.simulation.machine import FrozenCosts
 from benchmarks.simulation.model_machine import BESIDE_A_LOAD
 from benchmarks.simulation.model_ranks import ModelRanks, Poison
@@ -29,7 +31,9 @@ from core.graph.work import Work
 from core.handles import LoadedComponent, ModelKey
 from core.messages.engine import Failed, Finished
 from core.messages.worker import Batch, BatchResult, ItemResult
+from core.model_info import ModelInfo
 from core.scheduling.endings import Output
+from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.scheduler import StepScheduler
 
 EDGE = 0.1
@@ -48,6 +52,23 @@ class OneSided(StepScheduler):
         super().apply(result)
         for made in (made for item in result.items for made in item.tensors):
             self.values.note_copy(made.key, self.ranks.up)
+
+
+def make_scheduler(
+    limits: SchedulerConfig,
+    infos: Mapping[str, ModelInfo],
+    num_ranks: int,
+    sizes: Mapping[ModelKey, int],
+    policy: SchedulingPolicy,
+    cost: CostModel,
+) -> OneSided:
+    """One that also knows requests that run as a whole, and has no limits but these. sizes: bytes of components."""
+    config = msgspec.structs.replace(limits, max_num_seqs=4096, max_plans_in_flight=1, max_num_batched_tokens=2**31 - 1)
+    components = [LoadedComponent(key, nbytes) for key, nbytes in sizes.items()]
+    scheduler = OneSided(config, infos, num_ranks, cost=cost, policy=policy, sizes=components)
+    whole = register()
+    scheduler.workflows[whole.name] = whole
+    return scheduler
 
 
 class NotingRanks(ModelRanks):
@@ -97,38 +118,25 @@ class Served:
     broken: float  # of these, the share that missed its objective or was given up
     latencies: list[float]  # seconds, of those with a picture
     num_loads: int  # components, of all requests
+    held_bytes: int  # of components, on all devices at the end
     busy: float  # share of the devices' time until the last answer
     seconds: float  # from the first arrival to the last answer
     is_whole: bool  # whether it was run to the end, see `least` of `serve`
 
 
 def serve(site: Site, name: str, offered: Offered, *, forecast: Forecast = "learnt", least: float = 0.0) -> Served:
-    """name: of a system of SYSTEMS or FIXED. forecast: learnt: of durations that vary, from batches; true: they do not
+    """name: of a system, see `system_of`. forecast: learnt: of durations that vary, from batches; true: they do not
     vary, and are known. least: the run stops when it is certain that fewer are in time.
     """
-    system, clock, is_true = (SYSTEMS | FIXED)[name], Clock(), forecast == "true"
+    system, clock, is_true = system_of(name), Clock(), forecast == "true"
     infos, sizes, arrivals = site.infos(system.unit), site.sizes(system.unit), offered.draw(site)
     workflows = {str(index): site.workflows[place] for index, (_, place) in enumerate(arrivals)}
     ranks = NotingRanks(site.num_ranks, infos, sizes, site.budget, Poison(), 0.0, Random(0))
     ranks.begun = set()
     cost = FrozenCosts() if is_true else CostModel()
     policy, started = system.make(site, offered)
-    scheduler = OneSided(
-        SchedulerConfig(
-            max_num_seqs=4096,
-            max_plans_in_flight=1,
-            max_num_batched_tokens=2**31 - 1,
-            max_degree=2,
-            model_bytes=site.budget,
-        ),
-        infos,
-        site.num_ranks,
-        cost=cost,
-        policy=policy,
-        sizes=[LoadedComponent(key, nbytes) for key, nbytes in sizes.items()],
-    )
-    whole = register()
-    scheduler.workflows[whole.name] = whole
+    limits = SchedulerConfig(max_degree=system.max_degree, on_late=system.on_late, model_bytes=site.budget)
+    scheduler = make_scheduler(limits, infos, site.num_ranks, sizes, policy, cost)
     site.teach(cost, system.unit)
     if isinstance(cost, FrozenCosts):
         cost.is_frozen = True
@@ -143,7 +151,8 @@ def serve(site: Site, name: str, offered: Offered, *, forecast: Forecast = "lear
     if not watch.is_stopped:
         assert not scheduler.num_requests, f"{scheduler.num_requests} requests are left"
     busy = sum(engine.clocks.busy_seconds) / (site.num_ranks * max(clock.now, 1e-9))
-    return watch.served(ranks.begun, len(ranks.loaded), busy)
+    held = sum(loaded.nbytes for rank in range(site.num_ranks) for loaded in scheduler.ranks.residency.components(rank))
+    return watch.served(ranks.begun, len(ranks.loaded), held, busy)
 
 
 class _Watch:
@@ -183,7 +192,7 @@ class _Watch:
     def _is_in_time(self, index: int) -> bool:
         return self._latencies.get(index, inf) <= self._allowed[index] + 1e-9
 
-    def served(self, begun: Collection[str], num_loads: int, busy: float) -> Served:
+    def served(self, begun: Collection[str], num_loads: int, held_bytes: int, busy: float) -> Served:
         timely = set(filter(self._is_in_time, self._latencies))
         of_workflow = Counter(self._names[index] for index in self._counted)
         timely_of = Counter(self._names[index] for index in timely)
@@ -195,6 +204,7 @@ class _Watch:
             broken=len(counted - timely) / len(counted) if counted else 0.0,
             latencies=list(self._latencies.values()),
             num_loads=num_loads,
+            held_bytes=held_bytes,
             busy=busy,
             seconds=self._clock.now,
             is_whole=not self.is_stopped,

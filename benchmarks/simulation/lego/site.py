@@ -1,7 +1,8 @@
 """Site: devices that serve the workflows of a setting, and what is known of them: served models, sizes, requests.
 
-Where nodes are scheduled, a served model is a base model with its ControlNets, and its requests run the workflows of
-the engine. Where whole workflows are, each is a served model, and its requests have a single node.
+Where nodes are scheduled, a served model is a base model with its ControlNets, or with those of one workflow where
+nothing is shared, and its requests run the workflows of the engine. Where whole workflows are, each is a served model,
+and its requests have a single node.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ from core.scheduling.node_cache import NodePages
 from core.scheduling.ops.request_op import RequestOp
 from core.scheduling.requests.request import Request
 
-Unit = Literal["node", "workflow", "workflow, shared"]
-"""What is scheduled. workflow: each has components of its own; shared: workflows share those of equal names."""
+Unit = Literal["node", "node, unshared", "workflow", "workflow, shared"]
+"""What is scheduled: nodes or whole workflows. Workflows share components of equal names where nodes are scheduled, if
+not "unshared", and where whole ones are, if "shared".
+"""
 
 PIPELINE = "pipeline"
 """Op, kind of component and name of the workflow of requests that run as a whole."""
@@ -56,17 +59,18 @@ class Pipeline(Message, OpWork, frozen=True):
 @dataclass(frozen=True)
 class Site:
     """slo_scale: a request is in time that takes at most so many times what its workflow takes alone; inf: requests
-    have no objective.
+    have no objective. most_nets: ControlNets of the workflows that are served, at most.
     """
 
     numbers: Numbers
     setting: str
     num_ranks: int
     slo_scale: float = 2.0
+    most_nets: int = 2
 
     @cached_property
     def workflows(self) -> list[Workflow]:
-        return self.numbers.workflows(self.setting)
+        return [each for each in self.numbers.workflows(self.setting) if each.num_nets <= self.most_nets]
 
     @property
     def budget(self) -> int:
@@ -82,8 +86,9 @@ class Site:
 
     def infos(self, unit: Unit) -> dict[str, ModelInfo]:
         """Served models by name."""
-        if unit == "node":
-            return {base: self._base_info(base) for base in dict.fromkeys(each.base for each in self.workflows)}
+        if has_nodes(unit):
+            most = {self.model(each, unit): each for each in self.workflows}  # a base's last one has most ControlNets
+            return {name: self._info(name, workflow, unit) for name, workflow in most.items()}
         return {
             each.name: msgspec.structs.replace(
                 MODEL, name=each.name, page_scheme=None, components=self.keys(each, unit)
@@ -91,14 +96,17 @@ class Site:
             for each in self.workflows
         }
 
-    def _base_info(self, base: str) -> ModelInfo:
-        most = max((each for each in self.workflows if each.base == base), key=lambda each: each.num_nets)
-        keys = self.keys(most, "node")
-        nets = dict(zip(most.nets, (key for key in keys if key.component == "controlnet"), strict=True))
+    def model(self, workflow: Workflow, unit: Unit) -> str:
+        """The name of the served model that makes a workflow's pictures."""
+        return workflow.base if unit == "node" else workflow.name
+
+    def _info(self, name: str, workflow: Workflow, unit: Unit) -> ModelInfo:
+        keys = self.keys(workflow, unit)
+        nets = dict(zip(workflow.nets, (key for key in keys if key.component == "controlnet"), strict=True))
         return msgspec.structs.replace(
             MODEL,
-            name=base,
-            family=self.numbers.families[base],
+            name=name,
+            family=self.numbers.families[workflow.base],
             page_scheme=None,
             components=tuple(key for key in keys if key.component != "controlnet"),
             controlnets=nets,
@@ -112,7 +120,8 @@ class Site:
             return (ModelKey(workflow.name, PIPELINE),)
         if unit == "workflow, shared":
             return tuple(ModelKey(name, PIPELINE) for name in names)
-        return tuple(ModelKey(name, _kind(name, workflow.base)) for name in names)
+        owner = f"{workflow.name}: " if unit == "node, unshared" else ""
+        return tuple(ModelKey(owner + name, _kind(name, workflow.base)) for name in names)
 
     def sizes(self, unit: Unit) -> dict[ModelKey, int]:
         """Bytes of each component."""
@@ -153,7 +162,7 @@ class Site:
 
     def request(self, index: int, seconds: float, workflow: Workflow, unit: Unit) -> EngineRequest:
         """A picture to make of a prompt."""
-        rounds, controls = self.numbers.rounds(workflow.base), workflow.nets if unit == "node" else ()
+        rounds, controls = self.numbers.rounds(workflow.base), workflow.nets if has_nodes(unit) else ()
         spec = GenerationSpec(
             prompt="",
             sampling=SamplingParams(num_inference_steps=rounds, guidance_scale=3.5, seed=0),
@@ -170,11 +179,11 @@ class Site:
         of_nodes = CONTROLLED_INPAINT if controls else INPAINT
         return EngineRequest(
             request_id=str(index),
-            model=workflow.base if unit == "node" else workflow.name,
+            model=self.model(workflow, unit),
             arrival=seconds,
             objective=seconds + self.slo_scale * self.numbers.alone_seconds(workflow) if self.slo_scale < inf else None,
-            workflow=of_nodes.name if unit == "node" else PIPELINE,
-            rounds=(rounds,) if unit == "node" else (),
+            workflow=of_nodes.name if has_nodes(unit) else PIPELINE,
+            rounds=(rounds,) if has_nodes(unit) else (),
             spec=spec,
         )
 
@@ -182,18 +191,14 @@ class Site:
 
     def teach(self, cost: CostModel, unit: Unit) -> None:
         """Give a cost model the profile of all work, and of loads."""
-        for key, every in self._profiles(unit).items():
-            for work, seconds in every:
-                cost.observe(key, work, seconds)
-            table = LatencyTable((len(work.queries), work.queries[0], seconds) for work, seconds in every)
-            cost.add_profile(key, Profile(table))
+        teach(cost, self._profiles(unit))
         for gigabytes in (1, 10, 30):
             cost.observe_load(_bytes(gigabytes), gigabytes / self.numbers.load_gigabytes_per_second)
 
     def _profiles(self, unit: Unit) -> Mapping[CostKey, list[tuple[Work, float]]]:
         found: dict[CostKey, list[tuple[Work, float]]] = {}
         for each in self.workflows:
-            info = self.infos(unit)[each.base if unit == "node" else each.name]
+            info = self.infos(unit)[self.model(each, unit)]
             for op, keys, rows, tokens in self._ops(each, unit):
                 for degree in (1, 2) if OPS[op].parallel != "none" else (1,):
                     key = CostKey(info.family, keys, op, info.device, degree)
@@ -205,7 +210,7 @@ class Site:
 
     def _ops(self, workflow: Workflow, unit: Unit) -> Iterator[tuple[str, tuple[ModelKey, ...], int, int]]:
         """(op, components, rows and their tokens of one request)"""
-        if unit != "node":
+        if not has_nodes(unit):
             yield PIPELINE, self.keys(workflow, unit), 1, IMAGE_TOKENS
             return
         by_kind: dict[str, list[ModelKey]] = {}
@@ -218,6 +223,20 @@ class Site:
         if workflow.num_nets:
             yield "control_encode", tuple(by_kind["vae"]), workflow.num_nets, IMAGE_TOKENS
             yield "controlnet", tuple(by_kind["controlnet"]), workflow.num_nets, STEP_TOKENS
+
+
+def teach(cost: CostModel, profiles: Mapping[CostKey, Sequence[tuple[Work, float]]]) -> None:
+    """Give a cost model profiles: work of batches, whose rows are alike, and the seconds that they take."""
+    for key, every in profiles.items():
+        for work, seconds in every:
+            cost.observe(key, work, seconds)
+        table = LatencyTable((len(work.queries), work.queries[0], seconds) for work, seconds in every)
+        cost.add_profile(key, Profile(table))
+
+
+def has_nodes(unit: Unit) -> bool:
+    """Whether nodes are scheduled, not whole workflows."""
+    return unit in ("node", "node, unshared")
 
 
 def op_seconds(numbers: Numbers, op: str, workflow: Workflow, number: int, degree: int) -> float:

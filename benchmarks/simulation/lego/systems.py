@@ -12,7 +12,11 @@ from benchmarks.simulation.compared import OURS, make
 from benchmarks.simulation.lego.arrivals import Arrivals
 from benchmarks.simulation.lego.site import Site, Unit
 from benchmarks.simulation.machine import IMAGE_TOKENS
+from core.config import OnLate
 from core.handles import ModelKey
+from core.scheduling.dispatch import Loads
+from core.scheduling.model_demand import ModelDemand
+from core.scheduling.policies.planner.default import Default
 from core.scheduling.policies.policy import SchedulingPolicy
 
 NUM_TRAINING = 1000
@@ -39,11 +43,15 @@ class Offered(NamedTuple):
 
 @dataclass(frozen=True)
 class System:
-    """What is scheduled, and how: by a policy, or where whole workflows are, in pools of ranks."""
+    """What is scheduled, and how: by a policy, or where whole workflows are, in pools of ranks. max_degree, on_late:
+    see SchedulerConfig.
+    """
 
     unit: Unit
     policy: Callable[[Site], SchedulingPolicy] | None = None  # makes a new one
     pools: Callable[[Site, Offered], list[Pool]] | None = None
+    max_degree: int = 2
+    on_late: OnLate = "drop"
 
     def make(self, site: Site, offered: Offered) -> tuple[SchedulingPolicy, dict[int, tuple[ModelKey, ...]]]:
         """A new policy, and what each rank has at first: where there are several pools, what its pool needs."""
@@ -110,6 +118,31 @@ FIXED: dict[str, System] = {
     for degree in (1, 2)
 }
 """By name: every request has as many devices for its steps from its start to its end."""
+
+
+class Unscaled(Default):
+    """Leaves components where they are at first."""
+
+    def loads(self, demand: ModelDemand, now: float) -> Loads:
+        return Loads()
+
+
+ABLATIONS: dict[str, System] = {
+    "nothing shared": System("node, unshared", lambda site: make(OURS)),
+    "nothing scaled": System("node", lambda site: Unscaled()),
+    "one device": System("node", lambda site: make(OURS), max_degree=1),
+    "all admitted": System("node", lambda site: make(OURS), on_late="last"),
+}
+"""Ours without one of its parts, by name: each workflow has components of its own; ranks keep what they have at first;
+each step is made on one device; what cannot be in time is served when nothing else needs the device.
+"""
+
+
+def system_of(name: str) -> System:
+    """A system of SYSTEMS, FIXED or ABLATIONS; else nodes are scheduled by the policy of this name, see `make`."""
+    known = SYSTEMS | FIXED | ABLATIONS
+    return known[name] if name in known else System("node", lambda site: make(name))
+
 
 BASELINES = ("Diffusers", "Diffusers, planned", "Diffusers-C", "Diffusers-S")
 """Those of the paper."""
