@@ -89,10 +89,11 @@ has an eighth of its base's weights: fewer blocks than one it cannot have."""
 
 @dataclass(frozen=True)
 class Layout:
-    """What is served. flags: of the server. workflows: served name -> fields of its requests. parts: served name -> the
+    """What is served. catalog: file of the models. flags: of the server. workflows: served name -> fields of its requests. parts: served name -> the
     components that it uses.
     """
 
+    catalog: Path
     flags: Sequence[str]
     workflows: Mapping[str, Mapping[str, Any]]
     parts: Mapping[str, Sequence[Part]]
@@ -159,6 +160,7 @@ def write(folder: Path, scale: Scale = SMALL, *, are_separate: bool = False, are
     (folder / "catalog.toml").write_text("".join(catalog))
     flags = ["--catalog", str(folder / "catalog.toml")]
     return Layout(
+        folder / "catalog.toml",
         [*flags, "--workflow", str(folder / "workflows.py")] if are_written else flags,
         {
             f"{name}-{number}": _fields(name, number, f"-of-{name}-{number}" if are_separate else "")
