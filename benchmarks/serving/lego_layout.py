@@ -89,8 +89,8 @@ has an eighth of its base's weights: fewer blocks than one it cannot have."""
 
 @dataclass(frozen=True)
 class Layout:
-    """What is served. catalog: file of the models. flags: of the server. workflows: served name -> fields of its requests. parts: served name -> the
-    components that it uses.
+    """What is served. catalog: file of the models. flags: of the server. workflows: served name -> fields of its
+    requests. parts: served name -> the components that it uses.
     """
 
     catalog: Path

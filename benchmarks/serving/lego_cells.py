@@ -1,0 +1,352 @@
+"""Cells: the same requests to twelve workflows, sent to a server of each system, and what became of them.
+
+Systems have the same ranks with the same memory, and differ in what decides. `default` schedules nodes, whose
+components workflows share. Those before it schedule whole workflows, each with components of its own: their server has
+copies of the files, which it takes for others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from benchmarks.baselines.monoliths import Monoliths, Pool, Whole, groups_that_fit, merged, planned_pools
+from benchmarks.load.client import Outcome, Target, send_on_time, warm_up
+from benchmarks.load.dataset import EditCall
+from benchmarks.load.workload import prompt
+from benchmarks.serving.lego_layout import Layout
+from benchmarks.serving.lego_prediction import Asked, LoadLine, Measured, Predicted, predict
+from benchmarks.serving.lego_profile import FLAGS, Known, base_of
+from benchmarks.serving.lone_run import LoneRun, crowding_of, means_by_op
+from benchmarks.serving.model_turns import loads_ended
+from benchmarks.serving.recorded import MONOLITHS, POOLS, Loading, read, read_loading
+from benchmarks.serving.recorded_server import SETTLE_SECONDS, RecordedServer, recorded_server
+from benchmarks.simulation.compared import OURS, make
+from benchmarks.simulation.lego.arrivals import Arrivals
+from core.messages.engine import EngineRequest
+from core.scheduling.policies.policy import SchedulingPolicy
+
+STEPS = {"sd3": 12, "sd35": 8, "schnell": 4, "dev": 20}
+"""Of a request, by base model: so many that steps against loads are as in `benchmarks/simulation/data/lego.json`."""
+
+WARM_UP_SEED = 1_000_000
+LONE_SECONDS = 600.0
+"""Objective of requests that are alone, which does not matter."""
+
+CROWD_LOAD, NUM_CROWDING = 1.2, 12
+"""Of the requests that tell what it costs that all ranks have work."""
+
+
+class Cell(NamedTuple):
+    """load: as a share of what the ranks would do one request at a time."""
+
+    load: float
+    seed: int
+
+
+class Sent(NamedTuple):
+    """A request. due: seconds after the start."""
+
+    workflow: str
+    call: EditCall
+    due: float
+
+
+class Served(msgspec.Struct, frozen=True):
+    """One system in one cell."""
+
+    in_time: float  # share
+    predicted: float  # the same, in simulated time; nan: requests never ended there
+    num_requests: int
+    num_wrong: int  # pictures that are not those of an idle server
+    num_pictures: int
+    ends: dict[str, int]  # status of HTTP -> refused requests
+    num_loads: int  # of components
+    predicted_loads: int
+    coordinator: float  # CPU time of the engine's process, as a share of the ranks' time with batches
+    busy: float  # share of the ranks' time with batches
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Requests one by one on a server of one rank that has everything. Seconds."""
+
+    latency: Mapping[str, float]  # by workflow, median
+    overhead: Mapping[str, float]  # by workflow: what of that is in no batch, median
+    num_batches: Mapping[str, float]  # by workflow: of a request
+    digests: Mapping[tuple[str, int], str]  # (workflow, seed) -> of the picture
+    measured: Measured
+
+
+@dataclass(frozen=True)
+class System:
+    """pools: of a system of whole workflows, for the latencies of a server alone."""
+
+    name: str
+    is_separate: bool
+    pools: Callable[[Bench, Alone], list[Pool]] | None = None
+
+    def policy(self, pools: list[Pool] | None) -> SchedulingPolicy:
+        """A new one, for the simulation."""
+        return make(self.name) if pools is None else Monoliths(pools)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """shared, separate: layouts, and what is known of them. model_bytes: of each rank. number: of requests of a cell,
+    about. slo_scale: a request is in time that takes at most so many times what its workflow takes alone.
+    """
+
+    layouts: tuple[Layout, Layout]
+    known: tuple[Known, Known]
+    num_ranks: int
+    model_bytes: int
+    number: int
+    slo_scale: float
+    arrivals: Arrivals
+
+    @cached_property
+    def workflows(self) -> list[str]:
+        return list(self.layouts[0].workflows)
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    def sent(self, cell: Cell, alone: Alone) -> list[Sent]:
+        shares = self.arrivals.shares(len(self.workflows))
+        mean = sum(share * alone.latency[name] for share, name in zip(shares, self.workflows, strict=True))
+        numbers, found = Counter[str](), list[Sent]()
+        for due, index in self._drawn(cell.load * self.num_ranks / mean, cell.seed):
+            name = self.workflows[index]
+            found.append(Sent(name, _call(name, numbers[name], self.slo_scale * alone.latency[name]), due))
+            numbers[name] += 1
+        return found
+
+    def _drawn(self, rate: float, seed: int) -> list[tuple[float, int]]:
+        return self.arrivals.draw(rate, self.number, len(self.workflows), seed)
+
+    def most_of(self, seeds: Sequence[int]) -> dict[str, int]:
+        """The most requests to each workflow in a cell with one of these seeds."""
+        counts = [Counter(index for _, index in self._drawn(1.0, seed)) for seed in seeds]
+        return {name: max(count[index] for count in counts) for index, name in enumerate(self.workflows)}
+
+    # ------------------------------------------------------------------------------------------------ servers
+
+    @contextmanager
+    def server(
+        self, policy: str, layout: Layout, num_ranks: int, *flags: str, pools: Sequence[Pool] | None = None
+    ) -> Iterator[tuple[RecordedServer, list[EngineRequest]]]:
+        """(a server that has served each workflow once, these requests as they reached its engine)"""
+        environment = {} if pools is None else {POOLS: msgspec.json.encode(pools).decode()}
+        every = [*FLAGS, *layout.flags, "--workers-per-engine", str(num_ranks), *flags]
+        with recorded_server(every, policy, environment) as recorded:
+            for name in self.workflows:
+                asyncio.run(warm_up(_target(recorded, layout, name), [_call(name, WARM_UP_SEED)], 1))
+            time.sleep(SETTLE_SECONDS)
+            yield recorded, [arrival.request for arrival in read(recorded.path)[0]]
+
+    def measure_alone(self, seeds: Sequence[int]) -> Alone:
+        """With all requests of cells with these seeds."""
+        runs, layout = dict[str, LoneRun](), self.layouts[0]
+        with self.server(OURS, layout, 1) as (recorded, _):
+            for name, number in self.most_of(seeds).items():
+                calls = [_call(name, seed, LONE_SECONDS) for seed in range(max(2, number))]
+                runs[name] = recorded.send_one_by_one(_target(recorded, layout, name), calls)
+            load = _load_line(self.known[0], read_loading(recorded.path))
+        busiest = max(self.workflows, key=lambda name: len(runs[name].run.outcomes))
+        one_pool = [Pool(frozenset(self.workflows), tuple(range(self.num_ranks)))]
+        with self.server(MONOLITHS, layout, self.num_ranks, pools=one_pool) as (recorded, _):
+            target, rate = _target(recorded, layout, busiest), CROWD_LOAD * self.num_ranks
+            calls = [_call(busiest, seed, LONE_SECONDS) for seed in range(NUM_CROWDING)]
+            alone = recorded.send_one_by_one(target, calls)
+            rate /= statistics.fmean(alone.run.latencies)
+            due = np.random.default_rng(0).exponential(1 / rate, len(calls)).cumsum().tolist()
+            crowding = crowding_of(alone, recorded.send_on_time(target, calls, due), self.num_ranks)
+        ops = {
+            (name, op): seconds
+            for name, run in runs.items()
+            for op, seconds in means_by_op(run.batches, lambda batch: batch.seconds).items()
+        }
+        around = {name: run.surroundings for name, run in runs.items()}
+        return Alone(
+            latency={name: statistics.median(run.run.latencies) for name, run in runs.items()},
+            overhead={name: statistics.median(_outside_batches(run)) for name, run in runs.items()},
+            num_batches={name: len(run.batches) / len(run.run.outcomes) for name, run in runs.items()},
+            digests={
+                (name, seed): outcome.digest
+                for name, run in runs.items()
+                for seed, outcome in enumerate(run.run.outcomes)
+            },
+            measured=Measured(ops, around, load, crowding),
+        )
+
+    # ------------------------------------------------------------------------------------------------ a cell
+
+    def measure(
+        self, system: System, alone: Alone, cells: Sequence[Cell], least: float
+    ) -> Iterator[tuple[Cell, Served]]:
+        """Cells in their order, until less than `least` are in time."""
+        layout, known = self.layouts[system.is_separate], self.known[system.is_separate]
+        pools = None if system.pools is None else system.pools(self, alone)
+        policy, flags = MONOLITHS if pools else system.name, ("--model-bytes", str(self.model_bytes))
+        with self.server(policy, layout, self.num_ranks, *flags, pools=pools) as (recorded, warm_ups):
+            for cell in cells:
+                sent = self.sent(cell, alone)
+                predicted = self._predict(known, alone, system.policy(pools), sent, warm_ups)
+                served = self._serve(recorded, layout, alone, sent, predicted)
+                yield cell, served
+                if served.in_time < least:
+                    return
+                time.sleep(SETTLE_SECONDS)
+
+    def _predict(
+        self,
+        known: Known,
+        alone: Alone,
+        policy: SchedulingPolicy,
+        sent: Sequence[Sent],
+        warm_ups: Sequence[EngineRequest],
+    ) -> Predicted | None:
+        heads = {head.model: head for head in warm_ups}
+        asked = []
+        for each in sent:
+            assert each.call.slo_ms is not None, "requests have an objective"
+            head = heads[each.workflow]
+            spec = msgspec.structs.replace(head.spec, prompt=each.call.prompt)
+            asked.append(
+                Asked(msgspec.structs.replace(head, spec=spec), each.workflow, each.due, each.call.slo_ms / 1e3)
+            )
+        try:
+            return predict(
+                known,
+                alone.measured,
+                policy,
+                asked,
+                warm_ups,
+                num_ranks=self.num_ranks,
+                model_bytes=self.model_bytes,
+            )
+        except AssertionError as error:
+            print(f"no prediction: {error}")
+            return None
+
+    def _serve(
+        self,
+        recorded: RecordedServer,
+        layout: Layout,
+        alone: Alone,
+        sent: Sequence[Sent],
+        predicted: Predicted | None,
+    ) -> Served:
+        before, started = read(recorded.path)[1][-1], time.monotonic()
+        ended = asyncio.run(_send(recorded, layout, sent))
+        seconds = time.monotonic() - started
+        batches = [batch for batch in read(recorded.path)[1] if batch.started >= started]
+        pictures = [(name, outcome) for name, outcome in ended if not outcome.is_failed]
+        seeds = defaultdict[str, list[int]](list)
+        for each in sent:
+            seeds[each.workflow].append(each.call.seed)
+        wrong = 0
+        for name in seeds:
+            its = [outcome for other, outcome in ended if other == name]
+            for seed, outcome in zip(seeds[name], its, strict=True):
+                wrong += bool(outcome.digest) and outcome.digest != alone.digests[name, seed]
+        busy = sum(batch.seconds for batch in batches)
+        last = max(batches, key=lambda batch: batch.engine_cpu, default=before)
+        refused = Counter(str(each.refusal.status) if each.refusal else "0" for _, each in ended if each.is_failed)
+        loads = [when for when, _, _ in loads_ended(read_loading(recorded.path)) if when >= started]
+        return Served(
+            in_time=sum(map(_is_in_time, (outcome for _, outcome in ended))) / len(sent),
+            predicted=statistics.fmean(predicted.in_time) if predicted else float("nan"),
+            num_requests=len(sent),
+            num_wrong=wrong,
+            num_pictures=len(pictures),
+            ends=dict(refused),
+            num_loads=len(loads),
+            predicted_loads=predicted.num_loads if predicted else -1,
+            coordinator=(last.engine_cpu - before.engine_cpu) / busy,
+            busy=busy / (self.num_ranks * seconds),
+        )
+
+
+def _target(recorded: RecordedServer, layout: Layout, workflow: str) -> Target:
+    return Target(recorded.server.url, workflow, extra=layout.workflows[workflow], sends_slo=True)
+
+
+def _call(workflow: str, number: int, slo_seconds: float | None = None) -> EditCall:
+    """No two have the same prompt: embedded prompts are kept."""
+    slo_ms = None if slo_seconds is None else 1e3 * slo_seconds
+    text = f"{number} {prompt(number)} {workflow}"
+    return EditCall(text, STEPS[base_of(workflow)], number, None, None, None, slo_ms)
+
+
+async def _send(recorded: RecordedServer, layout: Layout, sent: Sequence[Sent]) -> list[tuple[str, Outcome]]:
+    """(workflow, outcome), those of a workflow in the order of its requests."""
+    by_workflow = defaultdict[str, list[Sent]](list)
+    for each in sent:
+        by_workflow[each.workflow].append(each)
+    runs = await asyncio.gather(
+        *(
+            send_on_time(_target(recorded, layout, name), [each.call for each in its], [each.due for each in its])
+            for name, its in by_workflow.items()
+        )
+    )
+    return [(name, outcome) for name, run in zip(by_workflow, runs, strict=True) for outcome in run.outcomes]
+
+
+def _is_in_time(outcome: Outcome) -> bool:
+    return outcome.slo_ms is not None and outcome.latency * 1e3 <= outcome.slo_ms
+
+
+def _outside_batches(run: LoneRun) -> Iterator[float]:
+    """Of each request, the seconds that no batch of it takes."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for batch in run.batches:
+        for name in batch.requests:
+            seconds[name] += batch.seconds
+    for arrival, outcome in zip(run.arrivals, run.run.outcomes, strict=True):
+        yield outcome.latency - seconds[arrival.request.request_id]
+
+
+def _load_line(known: Known, loading: Sequence[Loading]) -> LoadLine:
+    """Least squares over the loads that these records show."""
+    sizes = {each.key: each.nbytes for each in known.sizes}
+    points = [(sizes[key], seconds) for _, key, seconds in loads_ended(loading)]
+    per_byte, seconds = np.polyfit(*np.array(points).T, 1)
+    return LoadLine(max(0.0, float(seconds)), max(0.0, float(per_byte)))
+
+
+# ---------------------------------------------------------------------------------------------------- systems
+
+
+def _one_pool(bench: Bench, alone: Alone) -> list[Pool]:
+    return [Pool(frozenset(bench.workflows), tuple(range(bench.num_ranks)))]
+
+
+def _shepherd(bench: Bench, alone: Alone) -> list[Pool]:
+    shares = bench.arrivals.shares(len(bench.workflows))
+    wholes = {
+        name: Whole(bench.layouts[1].bytes_of(name), alone.latency[name], share)
+        for name, share in zip(bench.workflows, shares, strict=True)
+    }
+    groups = merged(groups_that_fit(wholes, bench.model_bytes), wholes, bench.num_ranks)
+    training = [(each.due, each.workflow) for each in bench.sent(Cell(0.5, 1000), alone)]
+    return planned_pools(groups, wholes, bench.num_ranks, bench.slo_scale, training)
+
+
+SYSTEMS = {
+    OURS: System(OURS, is_separate=False),
+    "Diffusers-C": System("Diffusers-C", is_separate=True, pools=_one_pool),
+    "Diffusers-S": System("Diffusers-S", is_separate=True, pools=_shepherd),
+    "pooled": System("pooled", is_separate=False, pools=_one_pool),
+}
+"""By name. pooled: a control that is in no paper: whole workflows, which share components."""
