@@ -36,7 +36,7 @@ from benchmarks.simulation.lego.arrivals import Arrivals
 from core.messages.engine import EngineRequest
 from core.scheduling.policies.policy import SchedulingPolicy
 
-STEPS = {"sd3": 12, "sd35": 8, "schnell": 4, "dev": 20}
+STEPS = {"sd3": 28, "sd35": 8, "schnell": 4, "dev": 20}
 """Of a request, by base model: so many that steps against loads are as in `benchmarks/simulation/data/lego.json`."""
 
 WARM_UP_SEED = 1_000_000
