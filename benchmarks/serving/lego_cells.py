@@ -36,8 +36,8 @@ from benchmarks.simulation.lego.arrivals import Arrivals
 from core.messages.engine import EngineRequest
 from core.scheduling.policies.policy import SchedulingPolicy
 
-STEPS = {"sd3": 28, "sd35": 8, "schnell": 4, "dev": 20}
-"""Of a request, by base model: so many that steps against loads are as in `benchmarks/simulation/data/lego.json`."""
+STEPS = {"sd3": 28, "sd35": 28, "schnell": 4, "dev": 50}
+"""Of a request, by base model: `benchmarks/simulation/data/lego.json`."""
 
 WARM_UP_SEED = 1_000_000
 LONE_SECONDS = 600.0
@@ -104,7 +104,8 @@ class System:
 @dataclass(frozen=True)
 class Bench:
     """shared, separate: layouts, and what is known of them. model_bytes: of each rank. number: of requests of a cell,
-    about. slo_scale: a request is in time that takes at most so many times what its workflow takes alone.
+    about. slo_scale: a request is in time that takes at most so many times what its workflow takes alone. cv: of the
+    times between a workflow's requests, as far as they are many.
     """
 
     layouts: tuple[Layout, Layout]
@@ -113,7 +114,7 @@ class Bench:
     model_bytes: int
     number: int
     slo_scale: float
-    arrivals: Arrivals
+    cv: float
 
     @cached_property
     def workflows(self) -> list[str]:
@@ -121,23 +122,27 @@ class Bench:
 
     # ------------------------------------------------------------------------------------------------ requests
 
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """By workflow, of the requests: Zipf's law of exponent 1."""
+        return dict(zip(self.workflows, Arrivals().shares(len(self.workflows)), strict=True))
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """By workflow, of the requests of every cell."""
+        return {name: max(2, round(share * self.number)) for name, share in self.shares.items()}
+
     def sent(self, cell: Cell, alone: Alone) -> list[Sent]:
-        shares = self.arrivals.shares(len(self.workflows))
-        mean = sum(share * alone.latency[name] for share, name in zip(shares, self.workflows, strict=True))
-        numbers, found = Counter[str](), list[Sent]()
-        for due, index in self._drawn(cell.load * self.num_ranks / mean, cell.seed):
-            name = self.workflows[index]
-            found.append(Sent(name, _call(name, numbers[name], self.slo_scale * alone.latency[name]), due))
-            numbers[name] += 1
-        return found
-
-    def _drawn(self, rate: float, seed: int) -> list[tuple[float, int]]:
-        return self.arrivals.draw(rate, self.number, len(self.workflows), seed)
-
-    def most_of(self, seeds: Sequence[int]) -> dict[str, int]:
-        """The most requests to each workflow in a cell with one of these seeds."""
-        counts = [Counter(index for _, index in self._drawn(1.0, seed)) for seed in seeds]
-        return {name: max(count[index] for count in counts) for index, name in enumerate(self.workflows)}
+        """Each workflow has arrivals of its own: Gamma, stretched so that as many come as its share says."""
+        work = sum(number * alone.latency[name] for name, number in self.numbers.items())
+        until, found = work / (cell.load * self.num_ranks), list[Sent]()
+        for index, (name, number) in enumerate(self.numbers.items()):
+            random = np.random.default_rng([cell.seed, index])
+            gaps = random.gamma(self.cv**-2, size=number)
+            times = (gaps.cumsum() / gaps.sum() + random.uniform()) % 1.0 * until
+            calls = (_call(name, seed, self.slo_scale * alone.latency[name]) for seed in range(number))
+            found += map(Sent, [name] * number, calls, sorted(times.tolist()))
+        return sorted(found, key=lambda each: each.due)
 
     # ------------------------------------------------------------------------------------------------ servers
 
@@ -154,15 +159,15 @@ class Bench:
             time.sleep(SETTLE_SECONDS)
             yield recorded, [arrival.request for arrival in read(recorded.path)[0]]
 
-    def measure_alone(self, seeds: Sequence[int]) -> Alone:
-        """With all requests of cells with these seeds."""
+    def measure_alone(self) -> Alone:
+        """With all requests of a cell."""
         runs, layout = dict[str, LoneRun](), self.layouts[0]
         with self.server(OURS, layout, 1) as (recorded, _):
-            for name, number in self.most_of(seeds).items():
-                calls = [_call(name, seed, LONE_SECONDS) for seed in range(max(2, number))]
+            for name, number in self.numbers.items():
+                calls = [_call(name, seed, LONE_SECONDS) for seed in range(number)]
                 runs[name] = recorded.send_one_by_one(_target(recorded, layout, name), calls)
             load = _load_line(self.known[0], read_loading(recorded.path))
-        busiest = max(self.workflows, key=lambda name: len(runs[name].run.outcomes))
+        busiest = max(self.workflows, key=lambda name: self.numbers[name] * statistics.median(runs[name].run.latencies))
         one_pool = [Pool(frozenset(self.workflows), tuple(range(self.num_ranks)))]
         with self.server(MONOLITHS, layout, self.num_ranks, pools=one_pool) as (recorded, _):
             target, rate = _target(recorded, layout, busiest), CROWD_LOAD * self.num_ranks
@@ -333,10 +338,8 @@ def _one_pool(bench: Bench, alone: Alone) -> list[Pool]:
 
 
 def _shepherd(bench: Bench, alone: Alone) -> list[Pool]:
-    shares = bench.arrivals.shares(len(bench.workflows))
     wholes = {
-        name: Whole(bench.layouts[1].bytes_of(name), alone.latency[name], share)
-        for name, share in zip(bench.workflows, shares, strict=True)
+        name: Whole(bench.layouts[1].bytes_of(name), alone.latency[name], share) for name, share in bench.shares.items()
     }
     groups = merged(groups_that_fit(wholes, bench.model_bytes), wholes, bench.num_ranks)
     training = [(each.due, each.workflow) for each in bench.sent(Cell(0.5, 1000), alone)]

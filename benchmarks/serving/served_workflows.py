@@ -29,7 +29,6 @@ from benchmarks.serving.lego_cells import SYSTEMS, Alone, Bench, Cell, Served
 from benchmarks.serving.lego_layout import PUBLISHED, Layout, write
 from benchmarks.serving.lego_profile import Known, base_of, known
 from benchmarks.simulation.compared import OURS
-from benchmarks.simulation.lego.arrivals import Arrivals
 from benchmarks.simulation.lego.measures import TARGET
 
 DEVICE_GB, ALL_GB = 72.0, 114.0
@@ -68,10 +67,10 @@ def evaluate(
         model_bytes=round(DEVICE_GB / ALL_GB * layouts[0].distinct_bytes),
         number=args.edits,
         slo_scale=args.slo_scale,
-        arrivals=Arrivals("by workflow", args.cv),
+        cv=args.cv,
     )
     seeds = range(args.seed, args.seed + args.rounds)
-    alone = bench.measure_alone(seeds)
+    alone = bench.measure_alone()
     rows, result = described(bench, alone)
     print_report(
         f"twelve workflows on {num_ranks} ranks", rows, {"benchmark": "served_workflows"} | result, args.output
