@@ -33,6 +33,7 @@ from benchmarks.serving.recorded import MONOLITHS, POOLS, Loading, read, read_lo
 from benchmarks.serving.recorded_server import SETTLE_SECONDS, RecordedServer, recorded_server
 from benchmarks.simulation.compared import OURS, make
 from benchmarks.simulation.lego.arrivals import Arrivals
+from benchmarks.simulation.outside import Crowding
 from core.messages.engine import EngineRequest
 from core.scheduling.policies.policy import SchedulingPolicy
 
@@ -167,15 +168,7 @@ class Bench:
                 calls = [_call(name, seed, LONE_SECONDS) for seed in range(number)]
                 runs[name] = recorded.send_one_by_one(_target(recorded, layout, name), calls)
             load = _load_line(self.known[0], read_loading(recorded.path))
-        busiest = max(self.workflows, key=lambda name: self.numbers[name] * statistics.median(runs[name].run.latencies))
-        one_pool = [Pool(frozenset(self.workflows), tuple(range(self.num_ranks)))]
-        with self.server(MONOLITHS, layout, self.num_ranks, pools=one_pool) as (recorded, _):
-            target, rate = _target(recorded, layout, busiest), CROWD_LOAD * self.num_ranks
-            calls = [_call(busiest, seed, LONE_SECONDS) for seed in range(NUM_CROWDING)]
-            alone = recorded.send_one_by_one(target, calls)
-            rate /= statistics.fmean(alone.run.latencies)
-            due = np.random.default_rng(0).exponential(1 / rate, len(calls)).cumsum().tolist()
-            crowding = crowding_of(alone, recorded.send_on_time(target, calls, due), self.num_ranks)
+        crowding = self._measure_crowding(max(self.numbers, key=lambda name: _work(runs[name])))
         ops = {
             (name, op): seconds
             for name, run in runs.items()
@@ -193,6 +186,17 @@ class Bench:
             },
             measured=Measured(ops, around, load, crowding),
         )
+
+    def _measure_crowding(self, workflow: str) -> Crowding:
+        """With requests to this workflow, one on each rank at a time."""
+        layout = self.layouts[0]
+        calls = [_call(workflow, seed, LONE_SECONDS) for seed in range(NUM_CROWDING)]
+        with self.server(MONOLITHS, layout, self.num_ranks, pools=_one_pool(self)) as (recorded, _):
+            target = _target(recorded, layout, workflow)
+            alone = recorded.send_one_by_one(target, calls)
+            rate = CROWD_LOAD * self.num_ranks / statistics.fmean(alone.run.latencies)
+            due = np.random.default_rng(0).exponential(1 / rate, len(calls)).cumsum().tolist()
+            return crowding_of(alone, recorded.send_on_time(target, calls, due), self.num_ranks)
 
     # ------------------------------------------------------------------------------------------------ a cell
 
@@ -256,15 +260,8 @@ class Bench:
         ended = asyncio.run(_send(recorded, layout, sent))
         seconds = time.monotonic() - started
         batches = [batch for batch in read(recorded.path)[1] if batch.started >= started]
-        pictures = [(name, outcome) for name, outcome in ended if not outcome.is_failed]
-        seeds = defaultdict[str, list[int]](list)
-        for each in sent:
-            seeds[each.workflow].append(each.call.seed)
-        wrong = 0
-        for name in seeds:
-            its = [outcome for other, outcome in ended if other == name]
-            for seed, outcome in zip(seeds[name], its, strict=True):
-                wrong += bool(outcome.digest) and outcome.digest != alone.digests[name, seed]
+        pictures = [(each, outcome) for each, outcome in ended if not outcome.is_failed]
+        wrong = [1 for each, outcome in pictures if outcome.digest != alone.digests[each.workflow, each.call.seed]]
         busy = sum(batch.seconds for batch in batches)
         last = max(batches, key=lambda batch: batch.engine_cpu, default=before)
         refused = Counter(str(each.refusal.status) if each.refusal else "0" for _, each in ended if each.is_failed)
@@ -273,7 +270,7 @@ class Bench:
             in_time=sum(map(_is_in_time, (outcome for _, outcome in ended))) / len(sent),
             predicted=statistics.fmean(predicted.in_time) if predicted else float("nan"),
             num_requests=len(sent),
-            num_wrong=wrong,
+            num_wrong=len(wrong),
             num_pictures=len(pictures),
             ends=dict(refused),
             num_loads=len(loads),
@@ -294,8 +291,8 @@ def _call(workflow: str, number: int, slo_seconds: float | None = None) -> EditC
     return EditCall(text, STEPS[base_of(workflow)], number, None, None, None, slo_ms)
 
 
-async def _send(recorded: RecordedServer, layout: Layout, sent: Sequence[Sent]) -> list[tuple[str, Outcome]]:
-    """(workflow, outcome), those of a workflow in the order of its requests."""
+async def _send(recorded: RecordedServer, layout: Layout, sent: Sequence[Sent]) -> list[tuple[Sent, Outcome]]:
+    """Each request with its outcome."""
     by_workflow = defaultdict[str, list[Sent]](list)
     for each in sent:
         by_workflow[each.workflow].append(each)
@@ -305,11 +302,19 @@ async def _send(recorded: RecordedServer, layout: Layout, sent: Sequence[Sent]) 
             for name, its in by_workflow.items()
         )
     )
-    return [(name, outcome) for name, run in zip(by_workflow, runs, strict=True) for outcome in run.outcomes]
+    return [
+        pair
+        for its, run in zip(by_workflow.values(), runs, strict=True)
+        for pair in zip(its, run.outcomes, strict=True)
+    ]
 
 
 def _is_in_time(outcome: Outcome) -> bool:
     return outcome.slo_ms is not None and outcome.latency * 1e3 <= outcome.slo_ms
+
+
+def _work(run: LoneRun) -> float:
+    return sum(run.run.latencies)
 
 
 def _outside_batches(run: LoneRun) -> Iterator[float]:
@@ -326,14 +331,14 @@ def _load_line(known: Known, loading: Sequence[Loading]) -> LoadLine:
     """Least squares over the loads that these records show."""
     sizes = {each.key: each.nbytes for each in known.sizes}
     points = [(sizes[key], seconds) for _, key, seconds in loads_ended(loading)]
-    per_byte, seconds = np.polyfit(*np.array(points).T, 1)
-    return LoadLine(max(0.0, float(seconds)), max(0.0, float(per_byte)))
+    line = statistics.linear_regression(*zip(*points, strict=True))
+    return LoadLine(max(0.0, line.intercept), max(0.0, line.slope))
 
 
 # ---------------------------------------------------------------------------------------------------- systems
 
 
-def _one_pool(bench: Bench, alone: Alone) -> list[Pool]:
+def _one_pool(bench: Bench, alone: Alone | None = None) -> list[Pool]:
     return [Pool(frozenset(bench.workflows), tuple(range(bench.num_ranks)))]
 
 

@@ -45,7 +45,7 @@ class Known:
 
 def known(layouts: Sequence[Layout], degrees: Sequence[int]) -> list[Known]:
     """Of each layout, as its workers report them; all have models of the same names. degrees: above 1, that are
-    profiled, too. What was not profiled yet is profiled before, which takes minutes.
+    profiled, too. What has no profile in the cache folder is profiled before: it takes a minute.
     """
     catalogs = [{each.name: each for each in read_catalog(layout.catalog, COMMON).models} for layout in layouts]
     with ProcessPoolExecutor(1, get_context("spawn"), set_threads, (COMMON.threads,)) as pool:

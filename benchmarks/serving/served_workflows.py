@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", default=list(SYSTEMS), choices=SYSTEMS, help="systems")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder  # of this and its servers: models of these names have other profiles
         layouts = (
             write(Path(folder) / "shared", PUBLISHED, are_written=False),
             write(Path(folder) / "separate", PUBLISHED, are_separate=True, are_written=False),
@@ -168,7 +170,7 @@ def load_held(points: Mapping[float, float]) -> float | None:
     for low, high in pairwise(loads):
         if points[high] < TARGET:
             share = (points[low] - TARGET) / (points[low] - points[high])
-            return low * (high / low) ** share
+            return float(low * (high / low) ** share)
     return loads[-1]
 
 
