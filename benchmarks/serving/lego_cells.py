@@ -104,8 +104,8 @@ class System:
 
 @dataclass(frozen=True)
 class Bench:
-    """shared, separate: layouts, and what is known of them. model_bytes: of each rank. number: of requests of a cell,
-    about. slo_scale: a request is in time that takes at most so many times what its workflow takes alone. cv: of the
+    """layouts, known: of components that workflows share, and of separate ones. model_bytes: of each rank. number: of
+    requests of a cell, about. slo_scale: a request is in time that takes at most so many times what its workflow takes alone. cv: of the
     times between a workflow's requests, as far as they are many.
     """
 
