@@ -105,8 +105,8 @@ class System:
 @dataclass(frozen=True)
 class Bench:
     """layouts, known: of components that workflows share, and of separate ones. model_bytes: of each rank. number: of
-    requests of a cell, about. slo_scale: a request is in time that takes at most so many times what its workflow takes alone. cv: of the
-    times between a workflow's requests, as far as they are many.
+    requests of a cell, about. slo_scale: a request is in time that takes at most so many times what its workflow takes
+    alone. cv: of the times between a workflow's requests, as far as they are many.
     """
 
     layouts: tuple[Layout, Layout]
