@@ -29,7 +29,7 @@ from benchmarks.serving.lego_prediction import Asked, LoadLine, Measured, Predic
 from benchmarks.serving.lego_profile import FLAGS, Known, base_of
 from benchmarks.serving.lone_run import LoneRun, crowding_of, means_by_op
 from benchmarks.serving.model_turns import loads_ended
-from benchmarks.serving.recorded import MONOLITHS, POOLS, Loading, read, read_loading
+from benchmarks.serving.recorded import MONOLITHS, POOLS, read, read_loading
 from benchmarks.serving.recorded_server import SETTLE_SECONDS, RecordedServer, recorded_server
 from benchmarks.simulation.compared import OURS, make
 from benchmarks.simulation.lego.arrivals import Arrivals
@@ -167,7 +167,6 @@ class Bench:
             for name, number in self.numbers.items():
                 calls = [_call(name, seed, LONE_SECONDS) for seed in range(number)]
                 runs[name] = recorded.send_one_by_one(_target(recorded, layout, name), calls)
-            load = _load_line(self.known[0], read_loading(recorded.path))
         crowding = self._measure_crowding(max(self.numbers, key=lambda name: _work(runs[name])))
         ops = {
             (name, op): seconds
@@ -184,8 +183,22 @@ class Bench:
                 for name, run in runs.items()
                 for seed, outcome in enumerate(run.run.outcomes)
             },
-            measured=Measured(ops, around, load, crowding),
+            measured=Measured(ops, around, self._measure_loads(), crowding),
         )
+
+    def _measure_loads(self) -> LoadLine:
+        """Least squares over the loads of a rank that swaps whole workflows. Those of the first time do not count: there
+        libraries are imported."""
+        layout, pools = self.layouts[1], [Pool(frozenset(self.workflows), (0,))]
+        flags = "--model-bytes", str(self.model_bytes)
+        with self.server(MONOLITHS, layout, 1, *flags, pools=pools) as (recorded, _):
+            started = time.monotonic()
+            for name in self.workflows:
+                asyncio.run(warm_up(_target(recorded, layout, name), [_call(name, WARM_UP_SEED + 1)], 1))
+            loads = [each for each in loads_ended(read_loading(recorded.path)) if each[0] >= started]
+        sizes = {each.key: each.nbytes for each in self.known[1].sizes}
+        line = statistics.linear_regression([sizes[key] for _, key, _ in loads], [seconds for _, _, seconds in loads])
+        return LoadLine(max(0.0, line.intercept), max(0.0, line.slope))
 
     def _measure_crowding(self, workflow: str) -> Crowding:
         """With requests to this workflow, one on each rank at a time."""
@@ -325,14 +338,6 @@ def _outside_batches(run: LoneRun) -> Iterator[float]:
             seconds[name] += batch.seconds
     for arrival, outcome in zip(run.arrivals, run.run.outcomes, strict=True):
         yield outcome.latency - seconds[arrival.request.request_id]
-
-
-def _load_line(known: Known, loading: Sequence[Loading]) -> LoadLine:
-    """Least squares over the loads that these records show."""
-    sizes = {each.key: each.nbytes for each in known.sizes}
-    points = [(sizes[key], seconds) for _, key, seconds in loads_ended(loading)]
-    line = statistics.linear_regression(*zip(*points, strict=True))
-    return LoadLine(max(0.0, line.intercept), max(0.0, line.slope))
 
 
 # ---------------------------------------------------------------------------------------------------- systems
