@@ -187,8 +187,9 @@ class Bench:
         )
 
     def _measure_loads(self) -> LoadLine:
-        """Least squares over the loads of a rank that swaps whole workflows. Those of the first time do not count: there
-        libraries are imported."""
+        """Least squares over the loads of a rank that swaps whole workflows; not over those of the first time, at which
+        libraries are imported.
+        """
         layout, pools = self.layouts[1], [Pool(frozenset(self.workflows), (0,))]
         flags = "--model-bytes", str(self.model_bytes)
         with self.server(MONOLITHS, layout, 1, *flags, pools=pools) as (recorded, _):
