@@ -9,7 +9,7 @@ DEV := $(VENV)/.installed-dev
 BROWSER := tests/browser/node_modules/.installed
 TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
-BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-found-masks bench-shared-denoiser bench-two-workflows bench-twelve-workflows bench-written-workflow bench-adapter-wait bench-approximate-caching bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-controlnet-beside bench-workflow-node bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate soak
+BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-found-masks bench-shared-denoiser bench-two-workflows bench-twelve-workflows bench-workflows bench-written-workflow bench-adapter-wait bench-approximate-caching bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-controlnet-beside bench-workflow-node bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate soak
 
 .DEFAULT_GOAL := help
 .PHONY: $(BENCHMARKS) help serve test test-slow test-latest test-browser fuzz lint types format wheel train-embedded train-edges train-segmenter train-unet gpu-run bench-playground calibrate profile clean
@@ -80,6 +80,7 @@ bench-found-masks: MODULE := benchmarks.serving.found_masks  ## Latency of edits
 bench-shared-denoiser: MODULE := benchmarks.serving.shared_denoiser  ## Throughput of two served models that share a denoiser, against one
 bench-two-workflows: MODULE := benchmarks.serving.two_workflows  ## Latency and memory of workflows with and without a ControlNet: two ranks for both, against one rank each
 bench-twelve-workflows: MODULE := benchmarks.serving.twelve_workflows  ## Memory of twelve workflows in one server, and the steps that they share
+bench-workflows: MODULE := benchmarks.serving.served_workflows  ## Twelve workflows on ranks whose memory holds a part of them, beside systems that swap whole workflows, and beside what is predicted; ARGS="--ranks 2 3 --rounds 2"
 bench-written-workflow: MODULE := benchmarks.serving.written_workflow  ## Edits through a user's workflow that says what the shipped one says, against the shipped one
 bench-adapter-wait: MODULE := benchmarks.serving.adapter_wait  ## How long a picture waits for an adapter that is fetched for it: first, and while its first steps run
 bench-approximate-caching: MODULE := benchmarks.serving.approximate_caching  ## Latency and likeness of pictures that begin in the state of a similar prompt's, at each skip level

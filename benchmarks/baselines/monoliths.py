@@ -5,7 +5,8 @@ gets the rank of its pool that is predicted to end it first, after those that ca
 late. A rank that lacks what the request needs loads it first, in the place of what it used least recently.
 
 - Diffusers: a pool for each workflow, which has nothing else to load (`equal_pools`, `planned_pools`).
-- Diffusers-S, after Shepherd: a pool for each group of workflows that fit on a rank together (`groups_that_fit`).
+- Diffusers-S, after Shepherd: a pool for each group of workflows that fit on a rank together (`groups_that_fit`); with
+  fewer ranks than such groups, of several groups, between which its ranks swap (`merged`).
 - Diffusers-C, after Clockwork: one pool; ranks swap whole workflows.
 """
 
@@ -41,7 +42,8 @@ class _Job:
 
     request: Request
     keys: tuple[ModelKey, ...]
-    seconds: float  # predicted, with what is to be loaded for it
+    seconds: float  # predicted, of what is left of it
+    load_seconds: float  # predicted, of what is to be loaded for it
     is_ordered: bool = False  # what its rank lacks
 
 
@@ -49,13 +51,13 @@ class _Job:
 class _Line:
     """What a rank has to do."""
 
-    jobs: list[_Job] = field(default_factory=list)  # that are not sent yet, the first one first
+    jobs: list[_Job] = field(default_factory=list)  # that have not ended; the first one runs
     free_at: float = 0.0  # predicted, when it has done all of them
     there: list[ModelKey] = field(default_factory=list)  # what it has by then, used least recently first
 
 
 class Monoliths(SchedulingPolicy):
-    """For workflows of a single node. Keeps the line of each rank."""
+    """Keeps the line of each rank. Where a workflow has several nodes, its rank runs them one after the other."""
 
     def __init__(self, pools: Sequence[Pool]) -> None:
         self._ranks = {model: pool.ranks for pool in pools for model in pool.models}
@@ -72,7 +74,10 @@ class Monoliths(SchedulingPolicy):
 
     def on_result(self, batch: Batch, result: BatchResult) -> None:
         line = self._lines[batch.ranks[0]]
-        line.free_at = result.started + result.seconds + sum(job.seconds for job in line.jobs)
+        for job in line.jobs[:1]:
+            job.seconds, job.load_seconds = max(0.0, job.seconds - result.seconds), 0.0
+        ended = result.started + result.seconds
+        line.free_at = ended + sum(job.seconds + job.load_seconds for job in line.jobs)
 
     # ------------------------------------------------------------------------------------------------ loads
 
@@ -104,23 +109,23 @@ class Monoliths(SchedulingPolicy):
     def _judge(self, view: View, request: Request, now: float) -> None:
         """Give a new request a rank, or reject it."""
         keys, seconds = tuple(keys_of(request.needs)), view.work_left(request).alone
-        ends = {rank: self._end(rank, keys, now) + seconds for rank in self._ranks.get(request.head.model, ())}
+        ranks = self._ranks.get(request.head.model, ())
+        loads = {rank: self._load_seconds(rank, keys) for rank in ranks}
+        ends = {rank: max(now, self._lines[rank].free_at) + loads[rank] + seconds for rank in ranks}
         rank = min(ends, key=lambda rank: (ends[rank], rank), default=None)
         late = MISSED if rank is None else why_late(request.head, ends[rank])
         if rank is None or late is not None:
             self._rejected[request.id] = GiveUp(request, late or MISSED)
             return
         line = self._lines[rank]
-        line.jobs.append(_Job(request, keys, ends[rank] - max(now, line.free_at)))
+        line.jobs.append(_Job(request, keys, seconds, loads[rank]))
         line.free_at = ends[rank]
         self._use(line, keys)
 
-    def _end(self, rank: int, keys: Sequence[ModelKey], now: float) -> float:
-        """When a rank could begin a request, with what it needs loaded."""
-        line = self._lines[rank]
-        lacking = (key for key in keys if key not in line.there) if self._residency else ()
-        loads = sum(map(self._residency.load_seconds, lacking)) if self._residency else 0.0
-        return max(now, line.free_at) + loads
+    def _load_seconds(self, rank: int, keys: Sequence[ModelKey]) -> float:
+        """Predicted, of what a rank has not by the time when it begins a new request with these components."""
+        there = self._lines[rank].there
+        return sum(self._residency.load_seconds(key) for key in keys if key not in there) if self._residency else 0.0
 
     def _use(self, line: _Line, keys: Sequence[ModelKey]) -> None:
         residency, others = self._residency, [key for key in line.there if key not in keys]
@@ -129,18 +134,19 @@ class Monoliths(SchedulingPolicy):
         line.there = [*others, *keys]
 
     def _next(self, view: View) -> Iterator[Decision]:
-        """The first job of each rank that has nothing to do."""
+        """What can run of the first job of each rank."""
         asks = False
         for rank, line in self._lines.items():
-            while line.jobs and (not line.jobs[0].request.is_live or line.jobs[0].request.progress.in_flight):
+            while line.jobs and not line.jobs[0].request.is_live:
                 line.jobs.pop(0)
-            if not line.jobs or rank not in view.idle_ranks:
+            if not line.jobs or rank not in view.open_ranks:
                 continue
-            job = line.jobs[0]
-            (node,) = job.request.workflow.nodes
-            if view.can_run(job.request, node, (rank,)):
-                yield Dispatch(((job.request, node),), (rank,))
-            elif not job.is_ordered:
+            job, alone = line.jobs[0], (rank,)
+            nodes = view.ready(job.request)
+            for node in nodes:
+                if view.can_run(job.request, node, alone):
+                    yield Dispatch(((job.request, node),), alone)
+            if not job.is_ordered and not all(view.has_components(job.request, node, alone) for node in nodes):
                 job.is_ordered = asks = True
         if asks:
             yield AskAgain(0.0)
@@ -176,6 +182,15 @@ def groups_that_fit(models: Mapping[str, Whole], budget: int) -> list[tuple[str,
         else:
             group.append(name)
     return [tuple(group) for group in groups]
+
+
+def merged(groups: Sequence[tuple[str, ...]], models: Mapping[str, Whole], most: int) -> list[tuple[str, ...]]:
+    """At most so many groups: the two with least work become one until they are as few."""
+    found = list(groups)
+    while len(found) > most:
+        found.sort(key=lambda group: -sum(models[name].share * models[name].seconds for name in group))
+        found[-2:] = [found[-2] + found[-1]]
+    return found
 
 
 def planned_pools(

@@ -10,13 +10,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
+from safetensors.torch import load_file, save_file
 
 from benchmarks.load.workload import IMAGE
 from tools.random_checkpoints import make_flux, make_sd3, t5_encoder, t5_tokenizer
@@ -26,7 +28,7 @@ SIDE = 128  # px
 TEXT_TOKENS, TEXT_WIDTH = 16, 64
 NETS = ("first", "second")
 """ControlNets of each model."""
-LARGE_LAYERS = 6  # of large denoisers
+HEAD_WIDTH = 64  # of larger denoisers
 
 FILE = """
 from entrypoints.workflows import Image, Workflow, steps
@@ -52,49 +54,81 @@ Part = tuple[str, int]
 """Digest of a component's files with weights, and their bytes."""
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Sizes of denoisers and ControlNets, and of T5; empty: those of `tools.random_checkpoints`."""
+class Size(NamedTuple):
+    """Of a base model. heads: of its denoiser and ControlNets. blocks: of the denoiser, and net: of a ControlNet, as
+    their makers name them. text_encoder: shape of T5.
+    """
 
-    heads: Mapping[str, Any] = field(default_factory=dict)
-    text_encoder: Mapping[str, int] = field(default_factory=dict)
+    heads: int
+    blocks: Mapping[str, int]
+    net: Mapping[str, Any]
+    text_encoder: Mapping[str, int]
 
 
-SMALL = Scale()
-LARGE = Scale(
-    {"attention_head_dim": 64, "num_attention_heads": 6},
-    {"d_kv": 64, "d_ff": 4096, "num_layers": 16, "num_heads": 16},
-)
+Scale = Mapping[str, Size]
+"""By base model; those that it lacks are of the size of `tools.random_checkpoints`."""
+
+
+def _t5(num_layers: int) -> dict[str, int]:
+    """Of 4.2 MB a layer."""
+    return {"d_kv": 64, "d_ff": 4096, "num_layers": num_layers, "num_heads": 16}
+
+
+SMALL: Scale = {}
+LARGE: Scale = dict.fromkeys(("sd3", "sd35", "schnell", "dev"), Size(6, {"num_layers": 6}, {}, _t5(16)))
+_FLUX_SIZE = Size(4, {"num_layers": 4, "num_single_layers": 8}, {"layers": (1, 0)}, _t5(7))
+PUBLISHED: Scale = {
+    "sd3": Size(2, {"num_layers": 5}, {"num_layers": 2}, _t5(8)),
+    "sd35": Size(4, {"num_layers": 5}, {"num_layers": 2}, _t5(8)),
+    "schnell": _FLUX_SIZE,
+    "dev": _FLUX_SIZE,
+}
+"""About 3 MB for each GB of the published checkpoints (`benchmarks/simulation/data/lego.json`). A ControlNet of FLUX
+has an eighth of its base's weights: fewer blocks than one it cannot have."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What is served. flags: of the server. workflows: served name -> fields of its requests. distinct_bytes: files of
-    components, each once. separate_bytes: each once for every workflow that uses it.
+    """What is served. catalog: file of the models. flags: of the server. workflows: served name -> fields of its
+    requests. parts: served name -> the components that it uses.
     """
 
+    catalog: Path
     flags: Sequence[str]
     workflows: Mapping[str, Mapping[str, Any]]
-    distinct_bytes: int
-    separate_bytes: int
+    parts: Mapping[str, Sequence[Part]]
+
+    @property
+    def distinct_bytes(self) -> int:
+        """Of files of components, each once."""
+        return sum(dict(part for parts in self.parts.values() for part in parts).values())
+
+    @property
+    def separate_bytes(self) -> int:
+        """Of these, each once for every workflow that uses it."""
+        return sum(map(self.bytes_of, self.parts))
+
+    def bytes_of(self, workflow: str) -> int:
+        """Of the components that a workflow uses."""
+        return sum(size for _, size in self.parts[workflow])
 
 
 @dataclass(frozen=True)
 class _Base:
     """A base model. make, make_net: write it and one of its ControlNets, with `options`. denoiser: class of its
-    transformer. large: sizes that follow from 6 heads of width 64. t5: folder of its largest text encoder.
+    transformer. sizes: that follow from its number of heads. t5: folder of its largest text encoder.
     """
 
     make: Callable[..., Path]
     make_net: Callable[..., Path]
     options: Mapping[str, Any]
     denoiser: Any
-    large: Mapping[str, Any]
+    sizes: Callable[[int], Mapping[str, Any]]
     t5: str
 
 
-_SD3 = SD3Transformer2DModel, {"caption_projection_dim": 384}, "text_encoder_3"
-_FLUX = FluxTransformer2DModel, {"axes_dims_rope": (16, 24, 24)}, "text_encoder_2"
+_SD3 = SD3Transformer2DModel, lambda heads: {"caption_projection_dim": HEAD_WIDTH * heads}, "text_encoder_3"
+_FLUX = FluxTransformer2DModel, lambda heads: {"axes_dims_rope": (16, 24, 24)}, "text_encoder_2"
 _BASES = {
     "sd3": _Base(make_sd3, make_sd3_controlnet, {"qk_norm": None}, *_SD3),
     "sd35": _Base(make_sd3, make_sd3_controlnet, {"qk_norm": "rms_norm"}, *_SD3),
@@ -103,42 +137,66 @@ _BASES = {
 }
 
 
-def write(folder: Path, scale: Scale = SMALL) -> Layout:
-    """Write checkpoints, a catalog and a file of workflows into a new folder."""
+def write(folder: Path, scale: Scale = SMALL, *, are_separate: bool = False, are_written: bool = True) -> Layout:
+    """Write checkpoints, a catalog and a file of workflows into a new folder. are_separate: each workflow has copies of
+    its components, which a server takes for others. are_written: workflows are those of the file; otherwise those that
+    the engine has.
+    """
     folder.mkdir()
     (folder / "workflows.py").write_text(FILE)
-    used, catalog = list[Part](), list[str]()
+    parts, catalog, controlnets = dict[str, list[Part]](), list[str](), dict[str, None]()
     for name, base in _BASES.items():
-        _write_base(folder, name, base, scale)
+        _write_base(folder, name, base, scale.get(name))
         nets = [f"{name}-{net}" for net in NETS]
         for number in range(1 + len(nets)):
-            workflow = "controlled" if number else "basic"
-            catalog.append(f'[[model]]\nname = "{name}-{number}"\npath = "{name}"\nworkflow = "{workflow}"\n')
-            catalog.append(f"controlnets = {json.dumps(nets[:number])}\n")
-            used += [part for each in (name, *nets[:number]) for part in _parts(folder / each)]
-    catalog += ["[controlnets]\n", *(f'{name}-{net} = "{name}-{net}"\n' for name in _BASES for net in NETS)]
+            served, its = f"{name}-{number}", [name, *nets[:number]]
+            if are_separate:
+                its = [_copy(folder, each, served) for each in its]
+            controlnets |= dict.fromkeys(its[1:])
+            catalog.append(f'[[model]]\nname = "{served}"\npath = "{its[0]}"\ncontrolnets = {json.dumps(its[1:])}\n')
+            catalog += [f'workflow = "{"controlled" if number else "basic"}"\n'] if are_written else []
+            parts[served] = [part for each in its for part in _parts(folder / each)]
+    catalog += ["[controlnets]\n", *(f'{net} = "{net}"\n' for net in controlnets)]
     (folder / "catalog.toml").write_text("".join(catalog))
+    flags = ["--catalog", str(folder / "catalog.toml")]
     return Layout(
-        ["--catalog", str(folder / "catalog.toml"), "--workflow", str(folder / "workflows.py")],
-        {f"{name}-{number}": _fields(name, number) for name in _BASES for number in range(1 + len(NETS))},
-        sum(dict(used).values()),
-        sum(size for _, size in used),
+        folder / "catalog.toml",
+        [*flags, "--workflow", str(folder / "workflows.py")] if are_written else flags,
+        {
+            f"{name}-{number}": _fields(name, number, f"-of-{name}-{number}" if are_separate else "")
+            for name in _BASES
+            for number in range(1 + len(NETS))
+        },
+        parts,
     )
 
 
-def _write_base(folder: Path, name: str, base: _Base, scale: Scale) -> None:
-    """A base model and its ControlNets."""
+def _write_base(folder: Path, name: str, base: _Base, size: Size | None) -> None:
+    """A base model and its ControlNets. size: None: small."""
     more = {"dual_attention_layers": ()} if base.make is make_sd3 else {}
     path = base.make(folder / name, text_tokens=TEXT_TOKENS, native_size=SIDE, **base.options, **more)
-    sizes = {**scale.heads, **base.large} if scale.heads else {}
-    if sizes:
-        config = base.denoiser.load_config(path / "transformer") | sizes | {"num_layers": LARGE_LAYERS}
+    sizes: dict[str, Any] = {}
+    if size is not None:
+        heads = {"attention_head_dim": HEAD_WIDTH, "num_attention_heads": size.heads}
+        sizes = {**heads, **base.sizes(size.heads)}
+        config = base.denoiser.load_config(path / "transformer") | sizes | dict(size.blocks)
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            t5_encoder(t5_tokenizer(TEXT_TOKENS), TEXT_WIDTH, scale.text_encoder).save_pretrained(path / base.t5)
+            t5_encoder(t5_tokenizer(TEXT_TOKENS), TEXT_WIDTH, size.text_encoder).save_pretrained(path / base.t5)
             base.denoiser.from_config(config).save_pretrained(path / "transformer")
     for seed, net in enumerate(NETS):
-        base.make_net(folder / f"{name}-{net}", seed=seed, **base.options, **sizes)
+        base.make_net(
+            folder / f"{name}-{net}", seed=seed, **base.options, **sizes, **(size.net if size is not None else {})
+        )
+
+
+def _copy(folder: Path, name: str, workflow: str) -> str:
+    """Copy a checkpoint; the name of the copy. Its weights are the same, and its files are not."""
+    copied = f"{name}-of-{workflow}"
+    shutil.copytree(folder / name, folder / copied)
+    for file in (folder / copied).rglob("*.safetensors"):
+        save_file(load_file(file), file, {"format": "pt", "workflow": workflow})
+    return copied
 
 
 def _parts(folder: Path) -> Iterator[Part]:
@@ -151,10 +209,11 @@ def _parts(folder: Path) -> Iterator[Part]:
             yield content, sum(file.stat().st_size for file in group)
 
 
-def _fields(name: str, number: int) -> dict[str, Any]:
-    """Of a request to a workflow with this number of ControlNets."""
+def _fields(name: str, number: int, ending: str) -> dict[str, Any]:
+    """Of a request to a workflow with this number of ControlNets. ending: of their names."""
     size: dict[str, Any] = {"size": f"{SIDE}x{SIDE}"}
     if not number:
         return size
     picture = f"data:image/png;base64,{base64.b64encode(IMAGE.read_bytes()).decode()}"
-    return size | {"control_image": [picture] * number, "control_type": [f"{name}-{net}" for net in NETS[:number]]}
+    types = [f"{name}-{net}{ending}" for net in NETS[:number]]
+    return size | {"control_image": [picture] * number, "control_type": types}

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 import msgspec
 
+from benchmarks.baselines.monoliths import Monoliths, Pool
 from core.handles import ModelKey
 from core.messages.codec import MessageDecoder, encode
 from core.messages.engine import EngineRequest
@@ -32,9 +33,13 @@ from core.scheduling.view import View
 FILE = "STENCIL_POLICY_RECORD"
 """Environment variable: the file to append to."""
 
+POOLS = "STENCIL_POOLS"
+"""Environment variable: the pools of `ServedMonoliths`, as JSON."""
+
 CLOCKWORK = "benchmarks.baselines.clockwork:Clockwork"
 FORMER_GOODPUT = "benchmarks.baselines.former.goodput:Goodput"
 FORMER_ELASTIC = "benchmarks.baselines.former.elastic:Elastic"
+MONOLITHS = "benchmarks.serving.recorded:ServedMonoliths"
 
 
 class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
@@ -207,3 +212,16 @@ class Clockwork(Recorded):
     """Clockwork on equal ranks."""
 
     inner = CLOCKWORK
+
+
+class ServedMonoliths(Monoliths):
+    """Whole workflows as units, in a server whose environment names the pools."""
+
+    def __init__(self) -> None:
+        super().__init__(msgspec.json.decode(os.environ[POOLS], type=list[Pool]))
+
+
+class WholeWorkflows(Recorded):
+    """ServedMonoliths."""
+
+    inner = MONOLITHS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,13 +57,17 @@ class RecordedServer:
 
 
 @contextmanager
-def recorded_server(flags: Sequence[str], policy: str) -> Iterator[RecordedServer]:
-    """Its model is loaded. flags: without the policy's. policy: one that a Recorded asks."""
+def recorded_server(
+    flags: Sequence[str], policy: str, environment: Mapping[str, str] | None = None
+) -> Iterator[RecordedServer]:
+    """Its model is loaded. flags: without the policy's. policy: one that a Recorded asks. environment: what it adds to
+    this process' own.
+    """
     kind = next(kind for kind in Recorded.__subclasses__() if kind.inner == policy)
     flags = [*flags, "--scheduling-policy", f"{kind.__module__}:{kind.__name__}"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record"
-        with start_server(flags, environment={FILE: str(path)}) as server:
+        with start_server(flags, environment={FILE: str(path), **(environment or {})}) as server:
             server.wait_for("/ready")
             yield RecordedServer(server, path)
 

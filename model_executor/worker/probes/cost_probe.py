@@ -90,7 +90,7 @@ def known_or_probed(
     """Cost samples of all models: cached ones of an earlier start, else new ones. If the folder cannot be written, the
     next start measures again. An adapter has the costs of its model, though it takes a few percent longer.
 
-    families: of the models that are loaded; others have the samples of an earlier start, or none. infos: as the worker
+    families: of the models that are loaded; others have what is known of them already, or nothing. infos: as the worker
     is about to report them. configs: model's name -> its settings, the default ones where missing.
     """
     known = configs or {}
@@ -122,14 +122,11 @@ def probe(family: Family, info: ModelInfo, budget_seconds: float) -> list[CostSa
 def _samples(family: Family | None, info: ModelInfo, cache_folder: Path, config: ModelConfig) -> list[CostSample]:
     path = _path(info, config, cache_folder)
     samples = _read(path)
-    if samples is None and family is None:
-        return []
-    if samples is None:
-        assert family is not None
+    if samples is None and family is not None:
         samples = probe(family, info, BUDGET_SECONDS)
         with suppress(OSError):
             write_atomically(path, msgspec.json.encode(samples))
-    return [*samples, *(_read(profile_path(info, config, cache_folder)) or ())]
+    return [*(samples or ()), *(_read(profile_path(info, config, cache_folder)) or ())]
 
 
 def _read(path: Path) -> list[CostSample] | None:

@@ -13,7 +13,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from benchmarks.baselines.monoliths import Whole, equal_pools, groups_that_fit, planned_pools
+from benchmarks.baselines.monoliths import (
+    Monoliths,
+    Pool,
+    Whole,
+    equal_pools,
+    groups_that_fit,
+    merged,
+    planned_pools,
+)
 from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.lego import experiments, version
 from benchmarks.simulation.lego.arrivals import Arrivals, Kind
@@ -26,7 +34,7 @@ from benchmarks.simulation.lego.production import COLD, TRACED_SYSTEMS, Fleet, T
 from benchmarks.simulation.lego.report import compare, table
 from benchmarks.simulation.lego.serving import serve
 from benchmarks.simulation.lego.site import Site
-from benchmarks.simulation.lego.systems import ABLATIONS, BASELINES, FIXED, SYSTEMS, Offered
+from benchmarks.simulation.lego.systems import ABLATIONS, BASELINES, FIXED, SYSTEMS, Offered, System
 from benchmarks.simulation.lego.version import version_of
 from core.handles import ModelKey
 
@@ -147,6 +155,16 @@ def test_loads_take_as_long_as_in_production_and_forecasts_do_not_know_requests(
     assert site.op_seconds("pipeline", [3.0, 5.0]) == 8.0
 
 
+def test_a_whole_workflow_of_several_nodes_takes_as_long_as_one_of_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what each node takes; and as many requests are in time."""
+    pool = Pool(frozenset(NUMBERS.bases["S5"]), tuple(range(4)))
+    monkeypatch.setitem(SYSTEMS, "nodes", System("node", lambda site: Monoliths([pool])))
+    nodes, whole = (run(cell(0.6), system, seed=0) for system in ("nodes", "pooled"))
+    assert fmean(nodes.latencies) == pytest.approx(fmean(whole.latencies), rel=0.1)
+    assert nodes.in_time == pytest.approx(whole.in_time, abs=0.1)
+    assert nodes.num_loads == whole.num_loads == 0
+
+
 # ------------------------------------------------------------------------------------------------ arrivals
 
 
@@ -181,6 +199,7 @@ def test_the_trace_has_the_mean_rate_that_is_asked_for(kind: Kind) -> None:
 def test_a_planner_serves_more_than_equal_shares_and_groups_fit() -> None:
     models = {"small": Whole(10, 1.0, 0.9), "large": Whole(30, 4.0, 0.05), "other": Whole(20, 1.0, 0.05)}
     assert groups_that_fit(models, 50) == [("large", "other"), ("small",)]
+    assert merged([("large",), ("other",), ("small",)], models, 2) == [("small",), ("large", "other")]
     equal = equal_pools(models, 7)
     assert [len(pool.ranks) for pool in equal] == [3, 2, 2]
     names = ["small"] * 18 + ["large", "other"]

@@ -23,6 +23,7 @@ from model_executor.models.base import Family
 from model_executor.worker.loading.resident import ResidentModels
 from model_executor.worker.probes import cost_probe
 from model_executor.worker.probes.cost_probe import Batches, known_or_probed, probe
+from model_executor.worker.probes.profiler import keep
 from tools.random_checkpoints import (
     make_flux_kontext,
     make_klein,
@@ -118,6 +119,16 @@ def test_measurements_are_kept(models: ResidentModels, info: ModelInfo, tmp_path
     assert first == known_or_probed(models.families, [info], tmp_path)
     (path,) = (tmp_path / "costs").iterdir()
     assert tuple(msgspec.json.decode(path.read_bytes(), type=list[CostSample])) == first
+
+
+def test_a_profile_counts_for_a_model_that_was_never_probed(
+    models: ResidentModels, info: ModelInfo, tmp_path: Path
+) -> None:
+    """A worker probes what it has loaded, and starts with the first model alone."""
+    sample = CostSample(info.name, "transformer", "denoise", Work.of([64]), 0.5, is_profile=True)
+    keep([sample], info, ModelConfig(), tmp_path)
+    assert known_or_probed({}, [info], tmp_path) == (sample,)
+    assert len(list((tmp_path / "costs").iterdir())) == 1, "nothing was probed"
 
 
 def test_another_page_dtype_is_another_measurement(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
