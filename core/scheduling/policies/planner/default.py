@@ -15,7 +15,6 @@ from core.messages.worker import Batch, BatchResult
 from core.scheduling.dispatch import Decision, Dispatch, GiveUp
 from core.scheduling.policies.planner.groups import Groups, Prediction, Predictions
 from core.scheduling.policies.planner.lane_pass import LanePass
-from core.scheduling.policies.planner.pauses import Pauses
 from core.scheduling.policies.planner.plan import Plan, Planner, has_steps
 from core.scheduling.policies.planner.repeated_steps import RepeatedSteps, WholePass
 from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
@@ -27,9 +26,6 @@ from core.scheduling.view import View
 
 PLAN_EVERY = 64
 """Passes after which a plan is made again although no request came or went, because predictions are not exact."""
-
-HEADROOM = 1.03
-"""Time until a request is due, as a multiple of the time that it may be planned to take: plans are not exact."""
 
 WAITS_FOR = 0.25
 """A better plan may wait until this share of the busy ranks has answered, which takes about this share of a step. Plans
@@ -43,7 +39,6 @@ class Default(SchedulingPolicy):
         self._predictions = Predictions()
         self._groups = Groups(self._predictions)
         self._homes = StepHomes()
-        self._pauses = Pauses()
         self._repeated = RepeatedSteps()
         self._plan = Plan()
         self._seen: tuple[RankIds, int] = (), 0  # the live ranks when the plan was made, and what they had
@@ -62,7 +57,6 @@ class Default(SchedulingPolicy):
         self._is_wanted = True
 
     def on_result(self, batch: Batch, result: BatchResult) -> None:
-        self._pauses.note(batch, result)
         self._repeated.note_result(batch, result)
         for item in batch.items if not OPS[batch.op].serves_step else ():  # a ControlNet may be beside its step
             self._groups.note_done(item.request_id, batch.ranks)
@@ -215,7 +209,6 @@ class Default(SchedulingPolicy):
             lanes,
             self._costs,
             lambda request, work: self._alone(view, request, work),
-            HEADROOM * self._pauses.stretch,
         ).plan(requests)
 
     def _alone(self, view: View, request: Request, work: WorkLeft) -> float:

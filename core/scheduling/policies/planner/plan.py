@@ -35,6 +35,9 @@ from core.scheduling.view import View
 
 NOTHING = StepCost(0.0, 0.0)
 
+HEADROOM = 1.03
+"""Time until a request is due, as a multiple of the time that it may be planned to take: plans are not exact."""
+
 LOOK_AHEAD = 4
 """Requests that a plan considers, the most urgent first, as a multiple of the slots. Later ones would get a slot too
 late.
@@ -110,7 +113,7 @@ class Candidate(NamedTuple):
     request: Request
     work: WorkLeft
     alone: float  # seconds of its remaining work, with as many ranks as are useful
-    seconds: float  # computing time that it may be planned to take; inf: it has no due time
+    seconds: float  # that it may be predicted to take; inf: it has no due time
     is_late: bool  # it cannot be in time
 
     @property
@@ -129,7 +132,6 @@ class Planner:
     lanes: RankIds  # ranks where small requests make steps
     costs: Mapping[str, StepCost]  # of small requests, by id
     alone: Callable[[Request, WorkLeft], float]  # seconds of what is left of it, with as many ranks as are useful
-    stretch: float  # time until a request is due, as a multiple of the computing time that it may be planned to take
     _num_on: dict[int, int] = field(default_factory=dict)  # rank -> denoisers whose requests may make steps there
 
     def plan(self, requests: Sequence[Request]) -> Plan:
@@ -155,7 +157,7 @@ class Planner:
 
     def _judge(self, request: Request) -> Candidate:
         work, time = self.view.work_left(request), due(request.head)
-        seconds = inf if time is None else (time - self.now) / self.stretch
+        seconds = inf if time is None else (time - self.now) / (HEADROOM * self.view.slowness)
         alone = self.alone(request, work)
         return Candidate(request, work, alone, seconds, alone > seconds)
 
