@@ -109,21 +109,20 @@ def best_schedules(
     starts: Sequence[float],
     *,
     blocks: bool = True,
-    num_later: int = 0,
     largest_seen: int = 0,
 ) -> list[Schedule]:
     """The schedules, one per rank, that serve most requests in time. Among equally good ones, those with most slots
     count if so many requests never shared a step, because only batches show what they take; then those for which all
     requests, later ones included, are done earliest on average. tasks: the one that is due first comes first. starts:
-    seconds until each rank is free. blocks: see `Forecast`. num_later: further requests that wait for all of these.
-    largest_seen: the largest number of requests that have often shared a step.
+    seconds until each rank is free. blocks: see `Forecast`. largest_seen: the largest number of requests that have
+    often shared a step.
 
     Many slots make a rank efficient, which later requests gain by; few slots let the first requests finish early.
     """
     found = list[tuple[int, int, float, int, list[Schedule]]]()
     for number in slots_to_try(max(1, min(most_slots, len(tasks)))):
         lanes = fill_lanes(tasks, [Forecast(number, pace, blocks, start) for start in starts])
-        served, seconds = _judge(tasks, lanes, num_later)
+        served, seconds = _judge(tasks, lanes)
         schedules = [Schedule(tuple(lane.chosen), number) for lane in lanes]
         together = min(number, max((len(lane.chosen) for lane in lanes), default=0))
         found.append((served, together if together > largest_seen else 0, -seconds, number, schedules))
@@ -132,7 +131,7 @@ def best_schedules(
     return max(found)[-1]
 
 
-def _judge(tasks: Sequence[SlotTask], lanes: Sequence[LaneBuilder], num_later: int) -> tuple[int, float]:
+def _judge(tasks: Sequence[SlotTask], lanes: Sequence[LaneBuilder]) -> tuple[int, float]:
     """How many tasks these lanes serve, and the sum of all latencies, those of later requests included."""
     num_served, last = 0, dict[str | int, float]()
     for lane in lanes:
@@ -140,7 +139,7 @@ def _judge(tasks: Sequence[SlotTask], lanes: Sequence[LaneBuilder], num_later: i
         for index, end in zip(lane.chosen, lane.ends, strict=True):
             call = tasks[index].call or index
             last[call] = max(end, last.get(call, 0.0))
-    return num_served, sum(last.values()) + (num_later + TO_COME * len(last)) * max(last.values(), default=0.0)
+    return num_served, sum(last.values()) + TO_COME * len(last) * max(last.values(), default=0.0)
 
 
 def _able(task: SlotTask, lanes: Sequence[LaneBuilder]) -> Sequence[LaneBuilder]:

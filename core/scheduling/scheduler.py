@@ -396,6 +396,7 @@ class StepScheduler:
             self.ranks.break_groups()
         is_usual = is_ok and flight.is_whole and result.num_parts == 1 and all(item.is_usual for item in result.items)
         self._reporter.note_batch(key, flight, result, is_usual=is_usual)
+        self._predictor.slowness.note(flight, result, is_usual=is_usual)
         self._policy.on_result(flight.batch, result)
         if is_ok:
             self._refusals.note_good_batch(flight, self._now)

@@ -184,6 +184,11 @@ class View:
         """
         return self._predictor.step_seconds(keys, op, work, degree)
 
+    @property
+    def slowness(self) -> float:
+        """Time that steps have taken lately, with the pauses between them, as a multiple of what was predicted."""
+        return self._predictor.slowness.value
+
     def wait_seconds(self, rank: int) -> float:
         """Predicted time until a rank has done the work that it was sent; 0 if it has none or is overdue."""
         return self._in_flight.wait_seconds(rank, self._now)

@@ -18,6 +18,7 @@ from core.graph.workflow import Node, op_of
 from core.handles import ModelKey
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
+from core.scheduling.reports.slowness import Slowness
 from core.scheduling.requests.bindings import CONTROLNET, Bindings, ControlNets, ModelKeys
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.requests.work_left import WorkLeft
@@ -46,6 +47,7 @@ class Predictor:
         for them.
         """
         self.cost = cost
+        self.slowness = Slowness()
         self._most_ranks = most_ranks
         self._bindings = bindings
         self._keys: dict[tuple[ModelKeys, str, int], CostKey] = {}  # (components, op, degree) -> key

@@ -113,7 +113,7 @@ class Candidate(NamedTuple):
     request: Request
     work: WorkLeft
     alone: float  # seconds of its remaining work, with as many ranks as are useful
-    seconds: float  # that it may be planned to take; inf: it has no due time
+    seconds: float  # that it may be predicted to take; inf: it has no due time
     is_late: bool  # it cannot be in time
 
     @property
@@ -157,7 +157,7 @@ class Planner:
 
     def _judge(self, request: Request) -> Candidate:
         work, time = self.view.work_left(request), due(request.head)
-        seconds = inf if time is None else (time - self.now) / HEADROOM
+        seconds = inf if time is None else (time - self.now) / (HEADROOM * self.view.slowness)
         alone = self.alone(request, work)
         return Candidate(request, work, alone, seconds, alone > seconds)
 
@@ -260,18 +260,16 @@ class Planner:
         candidates = [each for each in candidates if able[each.request.id]]  # the others' ranks have other lanes
         if not candidates:
             return {}
-        most, number = self._most_slots(candidates[0].request), len(candidates)
+        head = candidates[0].request
+        most = self._most_slots(head)
         candidates = candidates[: LOOK_AHEAD * most * len(ranks)]
         tasks = [self._slot_task(each, able[each.request.id]) for each in candidates]
         pace = self._pace(candidates, min(most, len(candidates)))
         starts = [self.view.wait_seconds(rank) for rank in ranks]
-        later, head = number - len(candidates), candidates[0].request
         seen = self.view.largest_seen(head.keys_of(step_node(head)), op_of(step_node(head))) // head.spec.num_rows
         if (seen + 1) * sum(task.size for task in tasks) > self.view.max_step_tokens * len(tasks):
             seen = most  # more of them do not fit into a step
-        schedules = best_schedules(
-            tasks, most, pace, starts, blocks=self._blocks(head), num_later=later, largest_seen=seen
-        )
+        schedules = best_schedules(tasks, most, pace, starts, blocks=self._blocks(head), largest_seen=seen)
         chosen = {index for schedule in schedules for index in schedule.chosen}
         found = dict[int, RankLane]()
         for place, (rank, schedule) in enumerate(zip(ranks, schedules, strict=True)):
