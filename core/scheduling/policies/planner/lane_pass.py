@@ -168,7 +168,8 @@ class LanePass(StepPass):
 
     def _ranks(self, request: Request, node: Node) -> RankIds:
         group = self.groups.get(request.id)
-        if op_of(node).serves_step and (group is None or len(group) == 1):
+        is_shared = group is not None and len(group) > 1 and self.view.has_components(request, node, group)
+        if op_of(node).serves_step and not is_shared:
             return (self._rank_beside(request, node),)
         if node.name not in request.workflow.step_names or self._device(request, node) is not None:
             return (self._rank(request, node),)
