@@ -7,7 +7,7 @@ its steps (`groups.py`, after DDiT).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from core.graph.op import OPS
 from core.handles import RankIds
@@ -41,7 +41,7 @@ class Default(SchedulingPolicy):
         self._homes = StepHomes()
         self._repeated = RepeatedSteps()
         self._plan = Plan()
-        self._seen: tuple[RankIds, int] = (), 0  # the live ranks when the plan was made, and what they had
+        self._seen: Hashable = None  # the live ranks when the plan was made, what they had, and who might begin there
         self._apart: frozenset[str] = frozenset()  # ids of the large requests in the plan
         self._costs: dict[str, StepCost] = {}  # of the steps of the others, by id
         self._age = PLAN_EVERY  # passes since the plan was made
@@ -146,7 +146,7 @@ class Default(SchedulingPolicy):
         """Whether to make another plan now. While no rank has too little to do, a better one may wait for the answers
         of a share of the busy ranks, see WAITS_FOR.
         """
-        if self._age > PLAN_EVERY or (view.ranks, view.residency_version) != self._seen:
+        if self._age > PLAN_EVERY or (view.ranks, view.residency_version, view.startable) != self._seen:
             return True
         self._is_wanted |= self._may_be_better(view)
         num_busy = len(view.ranks) - len(view.idle_ranks)
@@ -187,7 +187,7 @@ class Default(SchedulingPolicy):
 
     def _make_plan(self, view: View, now: float) -> None:
         """Decide which requests are large, which of the others are served, and in which order the large ones are."""
-        self._age, self._seen = 0, (view.ranks, view.residency_version)
+        self._age, self._seen = 0, (view.ranks, view.residency_version, view.startable)
         self._is_wanted = self._is_slot_left = self._has_room = False
         self._repeated.forget()
         requests = eligible(view)
@@ -197,6 +197,7 @@ class Default(SchedulingPolicy):
         lanes = self._groups.lanes if self._apart else self._all_lanes(view)
         lanes = tuple(rank for rank in lanes if rank in view.ranks) or view.ranks[:1]
         self._plan = self._planned(view, requests, lanes, now)
+        self._is_wanted = any(each.request.runs_alone for each in self._plan.given_up)  # then others may run
         ended = {each.request.id for each in self._plan.given_up}
         if self._apart:
             self._groups.line_up(view, [each for each in requests if each.id not in ended], small, now)
