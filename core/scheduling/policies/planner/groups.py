@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -268,7 +268,7 @@ class Groups:
         """
         lines: dict[tuple[str, int, RankIds], list[_Member]] = {}  # (owner, class, ranks) -> its requests
         places = list[tuple[str, int, RankIds]]()
-        slots, seconds = view.config.max_num_seqs, Counter[RankIds]()
+        slots, seconds = view.config.max_num_seqs, defaultdict[RankIds, float](float)
         for request in requests:
             head, is_waiting = request.head, request.status is Status.WAITING
             prediction = self._predictions.of(view, request)

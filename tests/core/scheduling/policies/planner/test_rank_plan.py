@@ -30,7 +30,7 @@ def ending(name: str, rank: int) -> Contender:
 
 @st.composite
 def states(draw: st.DrawFn) -> tuple[list[Contender], list[int]]:
-    """Requests of which some hold sets of ranks, some of models that a few ranks have, and the ranks that may be used."""
+    """Requests, of which some hold ranks, some have models that a few ranks have; and the ranks that may be used."""
     num_ranks = draw(st.integers(1, 16))
     usable = sorted(draw(st.sets(st.sampled_from(range(num_ranks)), min_size=1)))
     few = sorted(draw(st.sets(st.sampled_from(usable), min_size=1))) if draw(st.booleans()) else usable
@@ -110,7 +110,7 @@ def test_a_request_that_is_due_asks_for_the_ranks_that_it_needs() -> None:
 
 
 def test_ranks_that_only_some_have_a_model_for_are_shared_among_those() -> None:
-    """Two models on every second rank each: of both, requests get two ranks, and three of one leave two to the other."""
+    """Two models, each on every second rank: three requests of one leave its own ranks to the other."""
     even, odd = (0, 2, 4, 6), (1, 3, 5, 7)
     a, b, c = (contender(name, able=even) for name in "abc")
     assert plan([a, b], range(8)) == {"a": (0, 2), "b": (4, 6)}
