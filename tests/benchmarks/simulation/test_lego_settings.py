@@ -79,6 +79,14 @@ def test_models_that_only_some_devices_have_get_two_of_them_for_a_request() -> N
     assert served.num_loads < 10
 
 
+def test_a_model_gets_further_devices_when_many_ask_for_it() -> None:
+    numbers = msgspec.structs.replace(NUMBERS, device_gigabytes=HALF_GIGABYTES)
+    burst = Cell(Site(numbers, "S6", 8, inf), Arrivals("by workflow", 4.0), 0.5, 60)
+    served = run(burst, OURS, seed=0)
+    assert served.in_time == 1.0
+    assert 0 < served.num_loads < 60
+
+
 def test_a_run_stops_once_it_is_certain_that_too_few_are_in_time() -> None:
     whole, stopped = (run(cell(2.5), "lego", 0, least=least) for least in (0.0, TARGET))
     assert whole.is_whole

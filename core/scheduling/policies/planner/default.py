@@ -13,6 +13,7 @@ from core.graph.op import OPS
 from core.handles import RankIds
 from core.messages.worker import Batch, BatchResult
 from core.scheduling.dispatch import Decision, Dispatch, GiveUp
+from core.scheduling.policies.planner.copies import Copies
 from core.scheduling.policies.planner.groups import Groups, Prediction, Predictions
 from core.scheduling.policies.planner.lane_pass import LanePass
 from core.scheduling.policies.planner.plan import Plan, Planner, has_steps
@@ -40,6 +41,7 @@ class Default(SchedulingPolicy):
         self._groups = Groups(self._predictions)
         self._homes = StepHomes()
         self._repeated = RepeatedSteps()
+        self._demand = Copies()
         self._plan = Plan()
         self._seen: Hashable = None  # the live ranks when the plan was made, what they had, and who might begin there
         self._apart: frozenset[str] = frozenset()  # ids of the large requests in the plan
@@ -51,6 +53,7 @@ class Default(SchedulingPolicy):
         self._has_room = False  # a request has ended, or left its slot without a successor in its lane
 
     def on_arrival(self, request: Request) -> None:
+        self._demand.note_arrival(request)
         self._is_wanted = True
 
     def on_adapters(self, request: Request) -> None:
@@ -92,6 +95,8 @@ class Default(SchedulingPolicy):
         if self._is_wanted and self._has_free:  # else the rank would wait for the next answer, however long that takes
             self._make_plan(view, now)
             decisions = self._over_all(view, now)
+        if self._age == 0:
+            self._want_copies(view, now)
         given = (item for each in decisions if isinstance(each, Dispatch) for item in each.items)
         if last := [request.id for request, _ in given if request.progress.steps_left == 1]:
             self._is_slot_left = True
@@ -218,6 +223,14 @@ class Default(SchedulingPolicy):
         if len(prediction.seconds) == 1:
             return work.alone
         return work.before + request.progress.steps_left * prediction.least_step + work.after
+
+    def _want_copies(self, view: View, now: float) -> None:
+        """Decide which models are to have further ranks."""
+        requests = () if view.is_complete else eligible(view)
+        idle = self._repeated.idle
+        self.copies = self._demand.wanted(
+            view, now, requests, idle, lambda request: self._prediction(view, request).work(request)
+        )
 
     def _given_up(self) -> list[GiveUp]:
         """The plan's decisions that give up requests, without those whose requests have ended since."""

@@ -59,6 +59,11 @@ class Prediction:
         """Seconds of its remaining work besides steps."""
         return self.before + self.after if request.status is Status.WAITING else self.after
 
+    def work(self, request: Request) -> float:
+        """Seconds of its remaining work on one rank, of steps that it shares what it adds."""
+        of_step = self.cost.extra if self.is_small else self.seconds[1]
+        return self.other_seconds(request) + request.progress.steps_left * of_step
+
     def place_in_line(self, request: Request, steps: int, num_ranks: int) -> float:
         """The sort key of a request, lowest first, in seconds; see OVERTAKEN. steps: its remaining steps."""
         work = self.other_seconds(request) + steps * self.seconds[1]
@@ -277,9 +282,7 @@ class Groups:
             able = self._able.get(request.id, ())
             num_ranks = len(able or view.ranks)
             place = prediction.place if is_waiting else prediction.place_in_line(request, steps, num_ranks)
-            beside = prediction.other_seconds(request)
-            of_step = prediction.cost.extra if prediction.is_small else prediction.seconds[1]
-            work = (beside + steps * of_step) / num_ranks
+            work = prediction.work(request) / num_ranks
             seconds[able] += work
             places.append((head.owner, head.priority, able))
             slack = self._slack(request, prediction, steps, now)
