@@ -79,15 +79,18 @@ class Rig:
         running: Iterable[str | tuple[Needs, int | None]] = (),
         waiting: Iterable[tuple[str | Needs, float]] = (),
         now: float = 0.0,
+        copies: Iterable[tuple[str, int]] = (),
     ) -> tuple[Load, ...]:
-        """What is ordered while these models are in use, or (needs, pinned rank), and these requests wait."""
+        """What is ordered while these models are in use, or (needs, pinned rank), these requests wait, and the policy
+        wants these copies: (model, rank).
+        """
         used = [(self.needs(each), None) if isinstance(each, str) else each for each in running]
         requests = [_Request(needs, rank, make_edit("", arrival=0.0), Status.RUNNING) for needs, rank in used]
         for name, since in waiting:
             needs = self.needs(name) if isinstance(name, str) else name
             requests.append(_Request(needs, None, make_edit("", arrival=since), Status.WAITING))
         demand = ModelDemand(self.residency, cast(LiveRequests, _Requests(requests)), cast(NodeCache, _Cache()))
-        self.decided = where_needed(demand, now)
+        self.decided = where_needed(demand, now, [(self.needs(name), rank) for name, rank in copies])
         check(self.decided.loads, self.residency)
         for load in self.decided.loads:
             self.residency.note_sent(load.ranks, load.load, load.drop)

@@ -8,7 +8,7 @@ from core.failure import Failure
 from core.graph.workflow import Node
 from core.messages.worker import Load
 from core.scheduling.node_cache import CacheJob
-from core.scheduling.requests.bindings import ModelKeys
+from core.scheduling.requests.bindings import ModelKeys, Needs
 from core.scheduling.requests.request import Request
 
 
@@ -62,5 +62,8 @@ class Loads:
     # When to decide again although no rank and no request has changed, monotonic seconds; None: not before they change.
     again: float | None = None
 
+
+Copy = tuple[Needs, int]
+"""(components, a rank that is to have them, too)"""
 
 Decision = Dispatch | Fetch | CacheDispatch | GiveUp | AskAgain

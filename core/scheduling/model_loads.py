@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from core.costs.cost_model import CostModel
@@ -11,6 +11,7 @@ from core.messages.worker import Load, ModelFailed, ModelLoaded
 from core.scheduling.dispatch import Loads
 from core.scheduling.model_demand import ModelDemand
 from core.scheduling.node_cache import NodeCache
+from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.ranks.in_flight import Flight
 from core.scheduling.ranks.residency import Residency
 from core.scheduling.refusals import Refusals
@@ -30,7 +31,7 @@ class ModelLoads:
     cache: NodeCache
     refusals: Refusals
     cost: CostModel
-    decide: Callable[[ModelDemand, float], Loads]  # the policy's `loads`
+    policy: SchedulingPolicy
     _decided: Loads = field(default_factory=Loads)
     _state: Hashable = None  # what the policy saw when it decided that, and its own orders
     _again: float = 0.0  # when it is to be decided again even if these are the same, monotonic seconds
@@ -50,14 +51,14 @@ class ModelLoads:
         if self.residency.is_complete:
             return ()
         demand = ModelDemand(self.residency, self.requests, self.cache)
-        if demand.state == self._state and now < self._again:
+        if (demand.state, self.policy.copies) == self._state and now < self._again:
             return ()
         self.refusals.fail_stuck(now)
-        self._decided = self.decide(demand, now)
+        self._decided = self.policy.loads(demand, now)
         check(self._decided.loads, self.residency)
         for load in self._decided.loads:
             self.residency.note_sent(load.ranks, load.load, load.drop)
-        self._state = demand.state
+        self._state = demand.state, self.policy.copies
         self._again = math.inf if self._decided.again is None else self._decided.again
         return self._decided.loads
 

@@ -122,7 +122,7 @@ class StepScheduler:
         self._endings = Endings(*parts, self._note_end, self._outputs, self._free)
         self._refusals = Refusals(residency, self._requests, self.cache, self._endings)
         self._reporter = Reporter(config, self.ranks, self._predictor, self.cache, self._bindings)
-        self._loads = ModelLoads(residency, self._requests, self.cache, self._refusals, self.cost, self._policy.loads)
+        self._loads = ModelLoads(residency, self._requests, self.cache, self._refusals, self.cost, self._policy)
         load, retries = self._predictor.remaining_load, config.max_retries
         self._recovery = Recovery(*parts, self._in_flight, self._checkpoints, load, retries)
         self._results = Results(*parts, self._endings, self._recovery, self._checkpoints)

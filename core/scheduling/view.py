@@ -72,6 +72,11 @@ class View:
         """Changes whenever ranks begin to load, have loaded or have dropped components."""
         return self._residency.version
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that is served is loaded on all live ranks."""
+        return self._residency.is_complete
+
     def may_begin(self, request: Request) -> bool:
         """Whether a waiting request may begin as far as its model is concerned: it is loaded, and no earlier request
         waits for room for another model.
@@ -89,6 +94,15 @@ class View:
         none has them.
         """
         return self._residency.homes(keys).ranks or self.ranks
+
+    def ranks_to_have(self, keys: ModelKeys) -> RankIds:
+        """The live ranks that have these components or are loading them."""
+        homes = self._residency.homes(keys)
+        return (*homes.ranks, *(rank for ranks in homes.coming for rank in ranks if rank not in homes.ranks))
+
+    def is_loading(self, rank: int) -> bool:
+        """Whether a rank is loading anything."""
+        return self._residency.is_loading((rank,))
 
     def has_all(self, rank: int, needs: Needs) -> bool:
         """Whether a rank is among `ranks_with` of each of these components."""

@@ -13,6 +13,9 @@ class Buddies:
     A set has 1, 2, 4, ... ranks, all alive, and begins at a multiple of its size: {0, 1, 2, 3}, {0, 1}, {2, 3}, {0},
     ... The two halves of a set are buddies. Two sets are disjoint, or one contains the other. So M ranks form at most
     2 M - 1 sets, and no more process groups are ever made (DDiT, section 5).
+
+    Where only some ranks have a model, sets for it are made of these in the same way, as if they were numbered anew.
+    `able`: these ranks, ascending; (): all have it.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -36,11 +39,15 @@ class Buddies:
             whole *= 2
         return None
 
-    def take_at_most(self, size: int) -> RankIds | None:
+    def take_at_most(self, size: int, able: RankIds = ()) -> RankIds | None:
         """Take the largest free set of at most `size` ranks, a power of two; None if no rank is free."""
-        while size and (taken := self.take(size)) is None:
+        while size:
+            taken = next(self.sets(size, able), None) if able else self.take(size)
+            if taken is not None:
+                self._free &= ~_mask(taken)
+                return taken
             size //= 2
-        return taken if size else None
+        return None
 
     def take_this(self, first: int, size: int) -> RankIds:
         """Take the set of `size` ranks that begins at rank `first`. Raises AssertionError unless it is a free set."""
@@ -64,11 +71,24 @@ class Buddies:
     def are_free(self, ranks: Iterable[int]) -> bool:
         return not _mask(ranks) & ~self._free
 
-    def sets(self, size: int) -> Iterator[RankIds]:
+    def sets(self, size: int, able: RankIds = ()) -> Iterator[RankIds]:
         """All free sets of a size, the lowest first."""
-        for first in range(0, self._end, size):
-            if self._is_free(first, size):
-                yield tuple(range(first, first + size))
+        for first in range(0, len(able) or self._end, size):
+            if ranks := self._free_set(first, size, able):
+                yield ranks
+
+    def around(self, rank: int, size: int, able: RankIds = ()) -> RankIds:
+        """The set of this size that contains a rank; () if it is not free, or the rank is not able."""
+        if able and rank not in able:
+            return ()
+        return self._free_set((able.index(rank) if able else rank) & -size, size, able)
+
+    def _free_set(self, first: int, size: int, able: RankIds) -> RankIds:
+        """The set that begins at the rank of this number; () if it is not free, or there are fewer ranks."""
+        if not able:
+            return tuple(range(first, first + size)) if self._is_free(first, size) else ()
+        ranks = able[first : first + size]
+        return ranks if len(ranks) == size and self.are_free(ranks) else ()
 
     def _is_free(self, first: int, size: int) -> bool:
         return not _range(first, size) & ~self._free

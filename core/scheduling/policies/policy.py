@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from core.messages.worker import Batch, BatchResult
-from core.scheduling.dispatch import Decision, Loads
+from core.scheduling.dispatch import Copy, Decision, Loads
 from core.scheduling.model_demand import ModelDemand
 from core.scheduling.policies.where_needed import where_needed
 from core.scheduling.requests.request import Request
@@ -23,11 +23,14 @@ class SchedulingPolicy(ABC):
     """Whether each model may be loaded on some ranks only, so that the policy chooses among the ranks that have what a
     node needs (`View.ranks_with`). If not, all ranks load the same."""
 
+    copies: tuple[Copy, ...] = ()
+    """What the policy wants to be loaded without a request that cannot begin before, as of its last pass."""
+
     def loads(self, demand: ModelDemand, now: float) -> Loads:
         """What to load and drop now, and which waiting requests may begin. Called before `choose` when something has
-        changed, until all that is served is loaded on all ranks. now: monotonic seconds.
+        changed, `copies` among it, until all that is served is loaded on all ranks. now: monotonic seconds.
         """
-        return where_needed(demand, now)
+        return where_needed(demand, now, self.copies)
 
     @abstractmethod
     def choose(self, view: View, now: float) -> Sequence[Decision]:

@@ -2,10 +2,11 @@
 
 A component is loaded where it is needed: for the most urgent request first, on the set of ranks where the least is
 dropped for it, and of equals where that was used least recently. What a set has is not loaded on another one for a
-request. When a component needs room, others are dropped that no live request needs there: copies before the only one,
-the least recently used first. If all of them are needed, the request that waits for room lets later requests go ahead
-whose models are loaded, for about as long as its own model takes to load; after that no other request begins before it.
-What no request needs is loaded while there is room: models that no set has, and then copies of them.
+request, unless the policy wants a copy. When a component needs room, others are dropped that no live request needs
+there: copies before the only one, the least recently used first. If all of them are needed, the request that waits for
+room lets later requests go ahead whose models are loaded, for about as long as its own model takes to load; after that
+no other request begins before it. What no request needs is loaded while there is room: models that no set has, and then
+copies of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itertools import chain, islice
 
 from core.handles import ModelKey, RankIds
 from core.messages.worker import Load
-from core.scheduling.dispatch import Loads
+from core.scheduling.dispatch import Copy, Loads
 from core.scheduling.model_demand import ModelDemand
 from core.scheduling.ranks.residency import Residency, keys_of
 from core.scheduling.requests.bindings import ModelKeys, Needs
@@ -28,14 +29,15 @@ MOST_LOOKED_AT = 256
 """Number of the most urgent waiting requests that decide what is loaded."""
 
 
-def where_needed(demand: ModelDemand, now: float) -> Loads:
-    """The rule above."""
+def where_needed(demand: ModelDemand, now: float, copies: Sequence[Copy] = ()) -> Loads:
+    """The rule above. copies: that the policy wants."""
     residency = demand.residency
-    if not demand.has_missing and all(residency.is_loading(each) or residency.is_full(each) for each in residency.sets):
+    has_room = any(not residency.is_loading(each) and not residency.is_full(each) for each in residency.sets)
+    if not copies and not has_room and not demand.has_missing:
         return Loads()
     templates = ((needs, None, arrival) for needs, arrival in demand.templates())
     waiting = chain(islice(demand.waiting(), MOST_LOOKED_AT), templates)
-    return _LoadPass(demand.residency, now).run(demand.in_use(), demand.behind_others(), waiting)
+    return _LoadPass(demand.residency, now).run(demand.in_use(), demand.behind_others(), waiting, copies)
 
 
 @dataclass(slots=True)
@@ -65,10 +67,11 @@ class _LoadPass:
         in_use: Iterable[tuple[Needs, int | None]],
         behind_others: Iterable[Needs],
         waiting: Iterable[tuple[Needs, int | None, float]],
+        copies: Iterable[Copy],
     ) -> Loads:
         """Consider what running requests need, who may lack components after a rank's death, those that wait for
-        others in the cache after these; then what requests wait for; and unless a request has lost patience,
-        what no request needs.
+        others in the cache after these; then what requests wait for; and unless a request has lost patience, copies,
+        and what no request needs.
         """
         lacking = []
         for needs, rank in in_use:
@@ -89,6 +92,8 @@ class _LoadPass:
                 if patience_ends <= self.now:
                     return Loads(tuple(self._orders.values()), frozenset(self._startable))
                 soonest = patience_ends if soonest is None else min(soonest, patience_ends)
+        for needs, rank in copies:
+            self._consider_copy(needs, rank)
         self._consider_idle()
         return Loads(tuple(self._orders.values()), None, soonest)
 
@@ -156,6 +161,20 @@ class _LoadPass:
                 return arrival + max(LEAST_PATIENCE_SECONDS, self.residency.seconds_left(needs))
             self._load(missing, rooms)
         return None
+
+    def _consider_copy(self, needs: Needs, rank: int) -> None:
+        """Consider a copy for a rank. Only copies are dropped for it, and no load is repeated that has failed there."""
+        ranks = next((ranks for ranks in self.residency.sets if rank in ranks), None)
+        room = None if ranks is None or self._is_loading(ranks) else self._room(keys_of(needs), ranks)
+        if room is None or not room.load or self.residency.has_failed_on(room.ranks, room.load):
+            return
+        if self._may_load(room) and all(self._stays(key, room.ranks) for key in room.drop):
+            self._orders[room.ranks] = Load(room.ranks, tuple(room.load), tuple(room.drop))
+
+    def _stays(self, key: ModelKey, ranks: RankIds) -> bool:
+        """Whether other sets keep a component that this one drops."""
+        dropped = [order.ranks for order in self._orders.values() if key in order.drop]
+        return self.residency.has_copy(key, (*ranks, *chain.from_iterable(dropped)))
 
     # ------------------------------------------------------------------------------------------------- without requests
 

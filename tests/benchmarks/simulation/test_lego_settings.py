@@ -26,7 +26,14 @@ from benchmarks.simulation.compared import OURS
 from benchmarks.simulation.lego import experiments, version
 from benchmarks.simulation.lego.arrivals import Arrivals, Kind
 from benchmarks.simulation.lego.bars import bars
-from benchmarks.simulation.lego.experiments import EXPERIMENTS, Record, Wanted, reference_tasks, references
+from benchmarks.simulation.lego.experiments import (
+    EXPERIMENTS,
+    HALF_GIGABYTES,
+    Record,
+    Wanted,
+    reference_tasks,
+    references,
+)
 from benchmarks.simulation.lego.measures import TARGET, WORST, Cell, Measured, edge, least_devices, run
 from benchmarks.simulation.lego.numbers import ASSUMED, Numbers, varied
 from benchmarks.simulation.lego.plots import write_plots
@@ -76,6 +83,22 @@ def test_a_lone_request_takes_as_long_as_the_numbers_say(system: str, degree: in
     overhead = 0.0 if system in ("Diffusers-C", "pooled") else (NUMBERS.steps[base] + 4) * NUMBERS.node_seconds
     expected = NUMBERS.alone_seconds(lone.workflows[0]) - saved
     assert min(served.latencies) == pytest.approx(expected + overhead, abs=0.02)
+
+
+def test_models_that_only_some_devices_have_get_two_of_them_for_a_request() -> None:
+    """Each device holds one of two base models, and only two devices are fast enough for a request."""
+    numbers = msgspec.structs.replace(NUMBERS, device_gigabytes=HALF_GIGABYTES)
+    served = run(Cell(Site(numbers, "S6", 8, 1.0), POISSON, 0.3, 60), OURS, seed=0)
+    assert served.in_time > 0.9
+    assert served.num_loads < 10
+
+
+def test_a_model_gets_further_devices_when_many_ask_for_it() -> None:
+    numbers = msgspec.structs.replace(NUMBERS, device_gigabytes=HALF_GIGABYTES)
+    burst = Cell(Site(numbers, "S6", 8, inf), Arrivals("by workflow", 4.0), 0.5, 60)
+    served = run(burst, OURS, seed=0)
+    assert served.in_time == 1.0
+    assert 0 < served.num_loads < 60
 
 
 def test_a_run_stops_once_it_is_certain_that_too_few_are_in_time() -> None:

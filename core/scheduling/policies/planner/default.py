@@ -7,12 +7,13 @@ its steps (`groups.py`, after DDiT).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from core.graph.op import OPS
 from core.handles import RankIds
 from core.messages.worker import Batch, BatchResult
 from core.scheduling.dispatch import Decision, Dispatch, GiveUp
+from core.scheduling.policies.planner.copies import Copies
 from core.scheduling.policies.planner.groups import Groups, Prediction, Predictions
 from core.scheduling.policies.planner.lane_pass import LanePass
 from core.scheduling.policies.planner.plan import Plan, Planner, has_steps
@@ -40,8 +41,9 @@ class Default(SchedulingPolicy):
         self._groups = Groups(self._predictions)
         self._homes = StepHomes()
         self._repeated = RepeatedSteps()
+        self._demand = Copies()
         self._plan = Plan()
-        self._seen: tuple[RankIds, int] = (), 0  # the live ranks when the plan was made, and what they had
+        self._seen: Hashable = None  # the live ranks when the plan was made, what they had, and who might begin there
         self._apart: frozenset[str] = frozenset()  # ids of the large requests in the plan
         self._costs: dict[str, StepCost] = {}  # of the steps of the others, by id
         self._age = PLAN_EVERY  # passes since the plan was made
@@ -51,6 +53,7 @@ class Default(SchedulingPolicy):
         self._has_room = False  # a request has ended, or left its slot without a successor in its lane
 
     def on_arrival(self, request: Request) -> None:
+        self._demand.note_arrival(request)
         self._is_wanted = True
 
     def on_adapters(self, request: Request) -> None:
@@ -92,6 +95,8 @@ class Default(SchedulingPolicy):
         if self._is_wanted and self._has_free:  # else the rank would wait for the next answer, however long that takes
             self._make_plan(view, now)
             decisions = self._over_all(view, now)
+        if self._age == 0:
+            self._want_copies(view, now)
         given = (item for each in decisions if isinstance(each, Dispatch) for item in each.items)
         if last := [request.id for request, _ in given if request.progress.steps_left == 1]:
             self._is_slot_left = True
@@ -146,7 +151,7 @@ class Default(SchedulingPolicy):
         """Whether to make another plan now. While no rank has too little to do, a better one may wait for the answers
         of a share of the busy ranks, see WAITS_FOR.
         """
-        if self._age > PLAN_EVERY or (view.ranks, view.residency_version) != self._seen:
+        if self._age > PLAN_EVERY or (view.ranks, view.residency_version, view.startable) != self._seen:
             return True
         self._is_wanted |= self._may_be_better(view)
         num_busy = len(view.ranks) - len(view.idle_ranks)
@@ -187,7 +192,7 @@ class Default(SchedulingPolicy):
 
     def _make_plan(self, view: View, now: float) -> None:
         """Decide which requests are large, which of the others are served, and in which order the large ones are."""
-        self._age, self._seen = 0, (view.ranks, view.residency_version)
+        self._age, self._seen = 0, (view.ranks, view.residency_version, view.startable)
         self._is_wanted = self._is_slot_left = self._has_room = False
         self._repeated.forget()
         requests = eligible(view)
@@ -197,6 +202,7 @@ class Default(SchedulingPolicy):
         lanes = self._groups.lanes if self._apart else self._all_lanes(view)
         lanes = tuple(rank for rank in lanes if rank in view.ranks) or view.ranks[:1]
         self._plan = self._planned(view, requests, lanes, now)
+        self._is_wanted = any(each.request.runs_alone for each in self._plan.given_up)  # then others may run
         ended = {each.request.id for each in self._plan.given_up}
         if self._apart:
             self._groups.line_up(view, [each for each in requests if each.id not in ended], small, now)
@@ -217,6 +223,14 @@ class Default(SchedulingPolicy):
         if len(prediction.seconds) == 1:
             return work.alone
         return work.before + request.progress.steps_left * prediction.least_step + work.after
+
+    def _want_copies(self, view: View, now: float) -> None:
+        """Decide which models are to have further ranks."""
+        requests = () if view.is_complete else eligible(view)
+        idle = self._repeated.idle
+        self.copies = self._demand.wanted(
+            view, now, requests, idle, lambda request: self._prediction(view, request).work(request)
+        )
 
     def _given_up(self) -> list[GiveUp]:
         """The plan's decisions that give up requests, without those whose requests have ended since."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -58,6 +59,11 @@ class Prediction:
         """Seconds of its remaining work besides steps."""
         return self.before + self.after if request.status is Status.WAITING else self.after
 
+    def work(self, request: Request) -> float:
+        """Seconds of its remaining work on one rank, of steps that it shares what it adds."""
+        of_step = self.cost.extra if self.is_small else self.seconds[1]
+        return self.other_seconds(request) + request.progress.steps_left * of_step
+
     def place_in_line(self, request: Request, steps: int, num_ranks: int) -> float:
         """The sort key of a request, lowest first, in seconds; see OVERTAKEN. steps: its remaining steps."""
         work = self.other_seconds(request) + steps * self.seconds[1]
@@ -70,7 +76,7 @@ class Predictions:
     def __init__(self) -> None:
         self._speeds = StepSpeeds()
         self._known: dict[tuple[str, bool], Prediction] = {}  # (request id, whether it runs on one rank)
-        self._made_of: tuple[int, RankIds] = 0, ()  # predictions of the view, and ranks that lived
+        self._made_of: tuple[int, RankIds, int] = 0, (), 0  # predictions of the view, live ranks, and what they had
 
     def forget(self, request_id: str) -> None:
         """Note that a request has ended."""
@@ -79,38 +85,44 @@ class Predictions:
 
     def is_small(self, view: View, request: Request) -> bool:
         """Whether a request makes its steps on one rank together with others: it gains by that, or is mask-aware, or
-        not all ranks have its model.
+        only one rank has its model.
         """
-        node = request.step_node
-        if node is not None and len(view.ranks_with(request.keys_of(node))) < len(view.ranks):
-            return True
         return self.of(view, request).is_small
 
     def of(self, view: View, request: Request) -> Prediction:
-        if (view.predictions, view.ranks) != self._made_of:
-            self._made_of = view.predictions, view.ranks
+        if (view.predictions, view.ranks, view.residency_version) != self._made_of:
+            self._made_of = view.predictions, view.ranks, view.residency_version
             self._known.clear()
         key = request.id, request.runs_on_one_rank
         found = self._known.get(key)
         if found is None:
             speeds, work = self._speeds.of(view, request), view.work_left(request)
-            beside = _seconds_beside(view, request, speeds.seconds)
-            whole = {degree: seconds + beside[degree] for degree, seconds in speeds.seconds.items()}
+            ranks = able_ranks(view, request) or view.ranks
+            of_step = {degree: seconds for degree, seconds in speeds.seconds.items() if degree <= len(ranks)}
+            beside = _seconds_beside(view, request, of_step)
+            whole = {degree: seconds + beside[degree] for degree, seconds in of_step.items()}
             efficient, lossless = (_degree(whole, share) for share in (EFFICIENT, LOSSLESS))
             found = Prediction(
-                speeds.seconds,
+                of_step,
                 min(whole.values()),
                 efficient,
                 lossless,
-                _is_small(view, request, speeds),
+                len(ranks) == 1 or _is_small(view, request, speeds),
                 StepCost(speeds.base, speeds.extra),
                 work.before,
                 work.after,
                 0.0,
             )
-            place = found.place_in_line(request, request.progress.steps_left, len(view.ranks))
+            place = found.place_in_line(request, request.progress.steps_left, len(ranks))
             found = self._known[key] = replace(found, place=place)
         return found
+
+
+def able_ranks(view: View, request: Request) -> RankIds:
+    """The ranks that have the model of a request's next steps, ascending; (): all have it, or none."""
+    node = request.step_node
+    having = () if node is None else view.ranks_with(request.keys_of(node))
+    return () if len(having) == len(view.ranks) else tuple(sorted(having))
 
 
 def _seconds_beside(view: View, request: Request, degrees: Collection[int]) -> dict[int, float]:
@@ -145,6 +157,7 @@ class Groups:
         self._queue: list[Request] = []  # in order; of the small ones only the first
         self._small: list[Request] = []  # in order
         self._large = set[str]()  # ids of the others that have not ended
+        self._able: dict[str, RankIds] = {}  # request id -> the ranks that have its model, if not all have it
         self._num_next = 0  # small ones among the first requests, of which there are as many as ranks
         self._is_crowd = False  # see CROWD
         # As of the last `choose`, for as long as neither the line nor the predictions change.
@@ -171,6 +184,7 @@ class Groups:
 
     def line_up(self, view: View, requests: Sequence[Request], small: Collection[str], now: float) -> None:
         """Note the requests that may run, in scheduling order, some of them large. small: ids of the others."""
+        self._able = {each.id: able for each in requests if (able := able_ranks(view, each))}
         ordered = self._in_order(view, requests, now)
         self._known, self._small_costs = {}, []
         self._large = {each.id for each in requests if each.id not in small}
@@ -224,15 +238,19 @@ class Groups:
 
     def _ready_queue(self, view: View) -> list[Request]:
         """The requests that could be given ranks now, of the small ones only the first that has not ended: those that
-        have done all steps, as many others as there are ranks, and all that are computed.
+        have done all steps, as many others as there are ranks that have their models, and all that are computed.
         """
         first_small = self._first_small
         running = [each for each in view.requests.running if each.id in self._large]
         queue = {each.id: each for each in running if not each.progress.steps_left}
-        most = len(queue) + len(view.ranks)
+        most, of_model = len(queue) + len(view.ranks), Counter[RankIds]()
         for request in self._queue:
             if len(queue) >= most:
                 break
+            if able := self._able.get(request.id):
+                of_model[able] += 1
+                if of_model[able] > len(able):
+                    continue
             mine = first_small if self._small and request is self._small[0] else request
             if mine is not None and mine.is_live:
                 queue.setdefault(mine.id, mine)
@@ -250,26 +268,26 @@ class Groups:
 
     def _in_order(self, view: View, requests: Sequence[Request], now: float) -> list[Request]:
         """Requests in order. Those that have done all steps go first, because that makes room. The others keep the
-        scheduling order of owners and classes; the requests of one owner and class are in the order of `_smith`.
-        Waiting requests for which there is no slot are left out.
+        scheduling order of owners and classes; the requests of one owner, class and set of ranks are in the order of
+        `_smith`. Waiting requests for which there is no slot are left out.
         """
-        lines: dict[tuple[str, int], list[_Member]] = {}  # (owner, class) -> its requests
-        places = list[tuple[str, int]]()
-        slots, seconds = view.config.max_num_seqs, 0.0
+        lines: dict[tuple[str, int, RankIds], list[_Member]] = {}  # (owner, class, ranks) -> its requests
+        places = list[tuple[str, int, RankIds]]()
+        slots, seconds = view.config.max_num_seqs, defaultdict[RankIds, float](float)
         for request in requests:
             head, is_waiting = request.head, request.status is Status.WAITING
             prediction = self._predictions.of(view, request)
             steps = request.progress.steps_left
             slots -= not is_waiting and steps > 0
-            place = prediction.place if is_waiting else prediction.place_in_line(request, steps, len(view.ranks))
-            beside = prediction.other_seconds(request)
-            of_step = prediction.cost.extra if prediction.is_small else prediction.seconds[1]
-            work = (beside + steps * of_step) / len(view.ranks)
-            seconds += work
-            places.append((head.owner, head.priority))
+            able = self._able.get(request.id, ())
+            num_ranks = len(able or view.ranks)
+            place = prediction.place if is_waiting else prediction.place_in_line(request, steps, num_ranks)
+            work = prediction.work(request) / num_ranks
+            seconds[able] += work
+            places.append((head.owner, head.priority, able))
             slack = self._slack(request, prediction, steps, now)
             lines.setdefault(places[-1], []).append(_Member(place, request, steps, work, slack))
-        ordered = {line: _smith(members, seconds) for line, members in lines.items()}
+        ordered = {line: _smith(members, seconds[line[2]]) for line, members in lines.items()}
         done, others = list[Request](), list[Request]()
         for line in places:
             member = ordered[line].pop()
@@ -301,27 +319,29 @@ class Groups:
             self._small_costs = [self._predictions.of(view, each).cost for each in mine]
         base = max(cost.base for cost in self._small_costs)
         extra = sum(cost.extra for cost in self._small_costs)
+        ables = {self._able.get(each.id, ()) for each in mine} if self._able else {()}
+        able = () if () in ables else tuple(sorted(set().union(*ables)))
         seconds, lanes = dict[int, float](), 1
-        while lanes <= min(number, len(view.ranks)):
+        while lanes <= min(number, len(able or view.ranks)):
             seconds[lanes] = number * (base + extra / lanes)
             lanes *= 2
         steps = round(sum(each.progress.steps_left for each in mine) / number)
-        held = tuple(each for each in self.lanes if each in view.ranks)
+        held = tuple(each for each in self.lanes if each in (able or view.ranks))
         # On one lane so many of them take at most twice the time of one.
         together = 1 + int(base * number / extra) if extra else number
         first = power_of_two(max(1, min(self._num_next // together, max(seconds))))
-        return Contender(SMALL, steps, seconds, 0.0, first, held, is_running=False)
+        return Contender(SMALL, steps, seconds, 0.0, first, held, is_running=False, able=able)
 
     def _with_lanes(self, view: View, contenders: list[Contender]) -> list[Contender]:
         """These contenders with the small requests' lanes in place of all small ones together."""
         index = next((place for place, each in enumerate(contenders) if each.name == SMALL), None)
         if index is None:
             return contenders
-        num_ending = sum(len(each.held) for each in contenders if each.is_ending)
+        ending = {rank for each in contenders if each.is_ending for rank in each.held}
         others = [each for each in contenders if not each.is_ending]
-        given = degrees(others, len(view.ranks) - num_ending)
+        given = degrees(others, [rank for rank in view.ranks if rank not in ending])
         place = others.index(contenders[index])
-        number = given[place] if place < len(given) else 1
+        number = max(1, given[place]) if place < len(given) else 1
         busy = {rank for each in self._small for ranks in each.sent_to.values() for rank in ranks}
         # A large request that runs on a lane would else have to leave it for requests that are not there.
         taken = {rank for each in contenders if each.is_running for rank in each.held} - busy
@@ -330,7 +350,8 @@ class Groups:
         for lane in range(max(number, sum(rank in busy for rank in held))):
             ranks: RankIds = (held[lane],) if lane < len(held) else ()
             is_running = not busy.isdisjoint(ranks)
-            lanes.append(Contender(f"{LANE}{lane}", 0, {1: 0.0}, 0.0, 1, ranks, is_running, is_ending=False))
+            able = contenders[index].able
+            lanes.append(Contender(f"{LANE}{lane}", 0, {1: 0.0}, 0.0, 1, ranks, is_running, is_ending=False, able=able))
         return contenders[:index] + lanes + contenders[index + 1 :]
 
     def _contender(self, view: View, request: Request, now: float) -> Contender:
@@ -350,14 +371,16 @@ class Groups:
             ranks for (node, _), ranks in request.sent_to.items() if ranks == place or not _is_beside(request, node)
         ]
         is_running, held = bool(sent), max(sent, key=len, default=place)
-        if not set(held) <= set(view.ranks):
+        able, makes_steps = able_ranks(view, request), _makes_steps(view, request, steps)
+        if not set(held) <= set((makes_steps and able) or view.ranks):
             held = ()
         prediction = self._predictions.of(view, request)
-        if not _makes_steps(view, request, steps):
-            return Contender(request.id, 0, prediction.seconds, 0.0, 1, held, is_running, request.progress.is_ending)
+        if not makes_steps:
+            is_ending = request.progress.is_ending
+            return Contender(request.id, 0, prediction.seconds, 0.0, 1, held, is_running, is_ending, able)
         first = 1 if not steps else prediction.lossless if self._is_crowd else prediction.efficient
         other_seconds = prediction.other_seconds(request)
-        return Contender(request.id, steps, prediction.seconds, other_seconds, first, held, is_running)
+        return Contender(request.id, steps, prediction.seconds, other_seconds, first, held, is_running, able=able)
 
 
 class _Doings(NamedTuple):

@@ -91,18 +91,21 @@ class LanePass(StepPass):
 
     def _choose_step(self) -> Mapping[int, int]:
         """The steps of served requests. Where a rank would have nothing to do, because these wait for pages or memory
-        that others hold, one that has begun goes on; a large one, if nothing else is done anywhere.
+        that others hold, one that has begun goes on; a large one, or a served one that has no lane, if nothing else
+        is done anywhere.
         """
         tokens = dict(StepPass._choose_step(self))
         idle = {rank for rank in self.view.idle_ranks if not self._has_work(rank)}
         if not idle:
             return tokens
         served = {request.id for request, _ in self._candidates} | self.given_up
-        served.update(each.id for each in self.plan.served)
         running = self.view.requests.running
         is_moving = any(each.num_moving for each in running) or next(self._fetches(), None) is not None
-        if len(idle) < len(self.view.ranks) or is_moving:
+        is_busy = len(idle) < len(self.view.ranks) or is_moving
+        if is_busy:
             served |= self.apart
+        if is_busy or self.lanes:
+            served.update(each.id for each in self.plan.served)
         for request in running:
             if not has_steps(request) or request.id in served:
                 continue
@@ -168,7 +171,8 @@ class LanePass(StepPass):
 
     def _ranks(self, request: Request, node: Node) -> RankIds:
         group = self.groups.get(request.id)
-        if op_of(node).serves_step and (group is None or len(group) == 1):
+        is_shared = group is not None and len(group) > 1 and self.view.has_components(request, node, group)
+        if op_of(node).serves_step and not is_shared:
             return (self._rank_beside(request, node),)
         if node.name not in request.workflow.step_names or self._device(request, node) is not None:
             return (self._rank(request, node),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ class Contender:
     held: RankIds  # ranks that hold its state; () if it has no state, or one of them is dead
     is_running: bool  # the held ranks compute it now, so it cannot have other ranks
     is_ending: bool = False  # what they compute now is its last work
+    able: RankIds = ()  # ranks that have its model, ascending; (): all have it
 
     def seconds(self, degree: int) -> float | None:
         """Seconds of its remaining work; None for a degree that it cannot have."""
@@ -47,34 +49,65 @@ def plan(contenders: Sequence[Contender], ranks: Sequence[int]) -> dict[str, Ran
             buddies.hold(contender.held)
             places[contender.name] = contender.held
     contenders = [contender for contender in contenders if not contender.is_ending]
-    given = degrees(contenders, buddies.num_free)
-    places |= _placed(list(zip(contenders, given, strict=False)), buddies)
-    for contender in contenders[len(given) :]:
-        if not buddies.num_free:  # ranks are free here where dead ranks have broken up the larger sets
+    given = degrees(contenders, [rank for rank in ranks if buddies.are_free((rank,))])
+    places |= _placed([pair for pair in zip(contenders, given, strict=False) if pair[1]], buddies)
+    for contender in contenders:
+        if not buddies.num_free:  # ranks are free here where the larger sets are broken up
             break
-        places |= _placed([(contender, 1)], buddies)
+        if contender.name not in places:
+            places |= _placed([(contender, 1)], buddies)
     return places
 
 
-def degrees(contenders: Sequence[Contender], num_ranks: int) -> list[int]:
-    """The number of ranks of each of the first contenders, as far as the ranks reach. In order, each gets its first
-    degree; then the degree of the one that saves most time per rank is doubled, again and again.
+def degrees(contenders: Sequence[Contender], ranks: Sequence[int]) -> list[int]:
+    """The number of ranks of each of the first contenders, as far as the ranks reach; 0: those that have its model are
+    taken. In order, each gets its first degree; then the degree of the one that saves most time per rank is doubled,
+    again and again.
     """
-    given = list[int]()
+    left, given = _RanksLeft(contenders, ranks), list[int]()
     for contender in contenders:
-        if num_ranks == 0:
+        if left.num_ranks == 0:
             break
-        given.append(min(contender.first, power_of_two(num_ranks)))
-        num_ranks -= given[-1]
-    while num_ranks:
-        gains = [_gain(contender, degree, num_ranks) for contender, degree in zip(contenders, given, strict=False)]
+        number = left.number(contender)
+        given.append(min(contender.first, power_of_two(number)) if number else 0)
+        left.take(contender, given[-1])
+    while left.num_ranks:
+        gains = [
+            _gain(contender, degree, left.number(contender))
+            for contender, degree in zip(contenders, given, strict=False)
+        ]
         best = max(gains, default=0.0)
         if best <= 0:
             break
         index = gains.index(best)
-        num_ranks -= given[index]
+        left.take(contenders[index], given[index])
         given[index] *= 2
     return given
+
+
+class _RanksLeft:
+    """How many ranks are left, by which contenders may have them."""
+
+    def __init__(self, contenders: Sequence[Contender], ranks: Sequence[int]) -> None:
+        ables = {contender.able for contender in contenders if contender.able}
+        self.num_ranks = len(ranks)
+        self._num_of = Counter(frozenset(able for able in ables if rank in able) for rank in ranks if ables)
+        """Those of the contenders' `able` that ranks are among -> number of these ranks; empty if all are alike."""
+
+    def number(self, contender: Contender) -> int:
+        """The ranks that a contender may have."""
+        if not contender.able:
+            return self.num_ranks
+        return sum(number for ables, number in self._num_of.items() if contender.able in ables)
+
+    def take(self, contender: Contender, number: int) -> None:
+        """Take so many of them, those first that the fewest other models are on."""
+        self.num_ranks -= number
+        for ables in sorted(self._num_of, key=len):
+            if not contender.able or contender.able in ables:
+                taken = min(number, self._num_of[ables])
+                self._num_of[ables] -= taken
+                number -= taken
 
 
 def pays(contender: Contender, degree: int) -> bool:
@@ -91,26 +124,29 @@ def _gain(contender: Contender, degree: int, num_free: int) -> float:
 
 
 def _placed(contenders: Sequence[tuple[Contender, int]], buddies: Buddies) -> dict[str, RankIds]:
-    """Sets of ranks for these degrees. Large sets are placed first, so that all find room. A contender gets the ranks
-    that hold its state if possible, and otherwise those that hold the fewest states of others.
+    """Sets of ranks for these degrees. Large sets are placed first, so that all find room, and of equal ones those that
+    may be on few ranks. A contender gets the ranks that hold its state if possible, and otherwise those that hold the
+    fewest states of others. One for which there is no rank is left out.
     """
     places = dict[str, RankIds]()
-    in_order = sorted(contenders, key=lambda pair: (-pair[1], not pair[0].held))
+    in_order = sorted(contenders, key=lambda pair: (-pair[1], not pair[0].able, len(pair[0].able), not pair[0].held))
     holders = {rank: contender.name for contender, _ in contenders for rank in contender.held}
     for contender, degree in in_order:
-        places[contender.name] = _place(contender, degree, buddies, holders)
+        if place := _place(contender, degree, buddies, holders):
+            buddies.hold(place)
+            places[contender.name] = place
     return places
 
 
 def _place(contender: Contender, degree: int, buddies: Buddies, holders: Mapping[int, str]) -> RankIds:
-    if contender.held:
-        around = tuple(range(first := contender.held[0] & -degree, first + degree))
-        if buddies.are_free(around):
-            return buddies.take_this(first, degree)
-    while True:
-        if found := min(buddies.sets(degree), key=lambda ranks: _cost(contender, ranks, holders), default=None):
-            return buddies.take_this(found[0], degree)
+    if contender.held and (around := buddies.around(contender.held[0], degree, contender.able)):
+        return around
+    while degree:
+        sets = buddies.sets(degree, contender.able)
+        if found := min(sets, key=lambda ranks: _cost(contender, ranks, holders), default=None):
+            return found
         degree //= 2
+    return ()
 
 
 def _cost(contender: Contender, ranks: RankIds, holders: Mapping[int, str]) -> tuple[int, bool]:
@@ -139,6 +175,6 @@ def moves(contenders: Sequence[Contender], places: Mapping[str, RankIds], ranks:
         if contender.held and set(contender.held) <= set(ranks) and buddies.are_free(contender.held):
             buddies.hold(contender.held)
             now[contender.name] = contender.held
-        elif taken := buddies.take_at_most(len(places[contender.name])):
+        elif taken := buddies.take_at_most(len(places[contender.name]), contender.able):
             now[contender.name] = taken
     return now

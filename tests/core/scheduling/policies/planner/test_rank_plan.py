@@ -12,10 +12,16 @@ SPEEDS = {1: 1.0, 2: 1.9, 4: 3.5, 8: 5.0}
 
 
 def contender(
-    name: str, steps: int = 10, first: int = 1, held: tuple[int, ...] = (), *, is_running: bool = False
+    name: str,
+    steps: int = 10,
+    first: int = 1,
+    held: tuple[int, ...] = (),
+    *,
+    is_running: bool = False,
+    able: tuple[int, ...] = (),
 ) -> Contender:
     seconds = {degree: 1.0 / speed for degree, speed in SPEEDS.items()}
-    return Contender(name, steps, seconds, 1.0, first, held, is_running)
+    return Contender(name, steps, seconds, 1.0, first, held, is_running, able=able)
 
 
 def ending(name: str, rank: int) -> Contender:
@@ -24,8 +30,10 @@ def ending(name: str, rank: int) -> Contender:
 
 @st.composite
 def states(draw: st.DrawFn) -> tuple[list[Contender], list[int]]:
-    """Requests of which some hold sets of ranks, and the ranks that may be used."""
+    """Requests, of which some hold ranks, some have models that a few ranks have; and the ranks that may be used."""
     num_ranks = draw(st.integers(1, 16))
+    usable = sorted(draw(st.sets(st.sampled_from(range(num_ranks)), min_size=1)))
+    few = sorted(draw(st.sets(st.sampled_from(usable), min_size=1))) if draw(st.booleans()) else usable
     buddies, contenders = Buddies(range(num_ranks)), list[Contender]()
     for index in range(draw(st.integers(0, 20))):
         held = buddies.take(draw(st.sampled_from([1, 2, 4]))) if draw(st.booleans()) else None
@@ -34,9 +42,12 @@ def states(draw: st.DrawFn) -> tuple[list[Contender], list[int]]:
             contenders.append(ending(str(index), held[0]))
             continue
         steps, first = draw(st.integers(0, 30)), draw(st.sampled_from([1, 2, 4]))
-        contenders.append(contender(str(index), steps, first if steps else 1, held or (), is_running=is_running))
-    usable = draw(st.sets(st.sampled_from(range(num_ranks)), min_size=1))
-    return contenders, sorted(usable)
+        is_of_few = few != usable and set(held or ()) <= set(few) and draw(st.booleans())
+        able = tuple(few) if is_of_few else ()
+        contenders.append(
+            contender(str(index), steps, first if steps else 1, held or (), is_running=is_running, able=able)
+        )
+    return contenders, usable
 
 
 @given(states())
@@ -46,13 +57,17 @@ def test_plans_are_disjoint_sets_of_buddies_for_the_first_requests(state: tuple[
     used = [rank for place in places.values() for rank in place]
     assert len(used) == len(set(used))
     assert set(used) <= set(ranks)
-    for place in places.values():
-        assert place in list(Buddies(ranks).sets(len(place)))
+    of_name = {each.name: each for each in contenders}
+    for name, place in places.items():
+        assert place in list(Buddies(ranks).sets(len(place), of_name[name].able))
     assert all(places[each.name] == each.held for each in contenders if each.is_ending and each.held[0] in ranks)
-    others = [each.name for each in contenders if not each.is_ending]
-    placed = [name for name in others if name in places]
-    assert placed == others[: len(placed)], "nobody is passed over"
-    assert placed == others or len(used) == len(ranks), "no rank is idle while a request waits for one"
+    waiting = [each for each in contenders if not each.is_ending and each.name not in places]
+    for each in waiting:
+        assert set(used) >= set(each.able or ranks), "no rank is idle while a request waits for one"
+        first, later = contenders[: contenders.index(each)], contenders[contenders.index(each) + 1 :]
+        before = {rank for other in first for rank in places.get(other.name, ())}
+        alike = [other.name for other in later if other.able == each.able and not other.is_ending]
+        assert places.keys().isdisjoint(alike) or before >= set(each.able or ranks), "nobody is passed over"
 
 
 @given(states())
@@ -63,14 +78,15 @@ def test_moves_leave_alone_what_runs(state: tuple[list[Contender], list[int]]) -
     used = [rank for place in now.values() for rank in place]
     assert len(used) == len(set(used))
     assert set(used) <= set(ranks) - running
+    assert all(set(now[each.name]) <= set(each.able or ranks) for each in contenders if each.name in now)
     assert not {each.name for each in contenders if each.is_running} & set(now)
 
 
 def test_ranks_that_nobody_wants_go_to_those_that_save_most() -> None:
-    assert degrees([contender("long", 30), contender("short", 3)], 3) == [2, 1]
-    assert degrees([contender("alone", 30)], 8) == [8]
-    assert degrees([contender(str(index)) for index in range(9)], 8) == [1] * 8
-    assert degrees([contender("a", first=2), contender("b", first=2), contender("c")], 4) == [2, 2]
+    assert degrees([contender("long", 30), contender("short", 3)], range(3)) == [2, 1]
+    assert degrees([contender("alone", 30)], range(8)) == [8]
+    assert degrees([contender(str(index)) for index in range(9)], range(8)) == [1] * 8
+    assert degrees([contender("a", first=2), contender("b", first=2), contender("c")], range(4)) == [2, 2]
 
 
 def test_a_request_stays_where_its_state_is_and_shrinks_to_its_first_ranks() -> None:
@@ -91,3 +107,17 @@ def test_a_request_that_is_due_asks_for_the_ranks_that_it_needs() -> None:
     """Ten steps of 1 s, and 1 s besides."""
     assert [contender("a").degree_within(limit) for limit in (11.0, 10.0, 5.0, 3.0, 2.0)] == [1, 2, 4, 8, 1]
     assert contender("a", steps=0).degree_within(0.5) == 1
+
+
+def test_ranks_that_only_some_have_a_model_for_are_shared_among_those() -> None:
+    """Two models, each on every second rank: three requests of one leave its own ranks to the other."""
+    even, odd = (0, 2, 4, 6), (1, 3, 5, 7)
+    a, b, c = (contender(name, able=even) for name in "abc")
+    assert plan([a, b], range(8)) == {"a": (0, 2), "b": (4, 6)}
+    other = contender("other", able=odd)
+    assert degrees([a, b, c, other], range(8)) == [2, 1, 1, 4]
+    assert plan([a, b, c, other], range(8))["other"] == odd
+    anywhere = contender("anywhere")
+    assert degrees([anywhere, contender("one", able=(0,))], range(2)) == [1, 1]
+    assert plan([anywhere, contender("one", able=(0,))], range(2)) == {"anywhere": (1,), "one": (0,)}
+    assert plan([a, contender("late", able=(0,)), other], (0, 1)) == {"a": (0,), "other": (1,)}

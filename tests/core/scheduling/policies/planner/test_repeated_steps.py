@@ -25,6 +25,7 @@ from core.scheduling.view import View
 @given(st.integers(0, 1 << 30), st.integers(1, 3), st.integers(0, 4), st.integers(1, 8))
 @example(1402, 2, 2, 3)  # a request moves to another rank
 @example(2134, 2, 4, 7)  # one waits again that has made all of its steps
+@example(3, 1, 4, 2)  # one that had to run alone is given up
 def test_a_repeated_batch_is_what_a_whole_pass_would_choose(
     seed: int, num_ranks: int, num_deaths: int, most: int
 ) -> None:
