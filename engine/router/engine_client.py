@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from core.failure import Failure
 from core.ipc.logs import of_request
 from core.ipc.process import ChildProcess, spawn
 from core.ipc.shared_array import Arena
-from core.messages.codec import MessageDecoder, encode
+from core.messages.codec import MessageDecoder
 from core.messages.engine import (
     Abort,
     Aborted,
@@ -46,7 +48,10 @@ from core.messages.engine import (
     ToEngine,
     UseAdapters,
     WorkflowAdded,
+    moved,
 )
+from core.messages.engine_birth import EngineBirth
+from core.messages.envelope import Envelopes
 from core.messages.worker import Addition, Removal
 from core.model_info import ModelInfo
 from engine.engine_core.engine_process import EngineProcessConfig
@@ -93,6 +98,9 @@ class EngineClient:
         self._socket = self._context.socket(zmq.DEALER)
         self._process: ChildProcess | None = None
         self._waiters: dict[str, Waiter] = {}  # request id -> its callback
+        self._epoch = secrets.randbits(64)
+        self._envelopes = Envelopes(self._epoch)
+        self._birth = EngineBirth()
         self._ready: asyncio.Future[dict[str, ModelInfo]] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
         self._start_seconds = start_seconds
@@ -115,7 +123,7 @@ class EngineClient:
             raise ConfigError(f"cannot make a socket at {address}: {error}; set TMPDIR to a shorter path") from error
         self._process = spawn(
             "engine.engine_core.engine_process:main",
-            msgspec.msgpack.encode(EngineProcessConfig(self._config, address, self._arena.id)),
+            msgspec.msgpack.encode(EngineProcessConfig(self._config, address, self._epoch, self._arena.id)),
             [self._arena.fd],
             f"stencil-engine-{self._config.data_parallel_rank}",
             remove=[str(self._runtime_dir)],
@@ -217,7 +225,7 @@ class EngineClient:
         """
         if self.error is not None:
             raise EngineDeadError(str(self.error))
-        payload = encode(request)
+        payload = self._sealed(request)
         self._waiters[request.request_id] = waiter
         self._send_bytes(payload)
 
@@ -237,7 +245,11 @@ class EngineClient:
             self._send(Abort(request_ids=request_ids))
 
     def _send(self, message: ToEngine) -> None:
-        self._send_bytes(encode(message))
+        self._send_bytes(self._sealed(message))
+
+    def _sealed(self, message: ToEngine) -> bytes:
+        """A message as bytes, to be sent to this incarnation of the engine alone."""
+        return self._envelopes.seal(moved(message, -self._birth.time))
 
     def _send_bytes(self, payload: bytes) -> None:
         """Without a high-water mark, a send succeeds or fails at once."""
@@ -253,10 +265,14 @@ class EngineClient:
         while True:
             payload = await self._socket.recv()
             try:
-                message = decoder.decode(payload)
+                opened = self._envelopes.open(payload)
+                if opened is None:
+                    continue
+                message = decoder.decode(opened.body)
             except MessageError as error:  # outputs and a change of its load are lost, so it cannot go on
                 return self._kill(f"the engine is out of order and was killed: {error}")
-            self._handle(message)
+            self._birth.note(opened.age, time.monotonic())
+            self._handle(moved(message, self._birth.time))
 
     def _handle(self, message: FromEngine) -> None:
         self._silence.note_message()
