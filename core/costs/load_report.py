@@ -36,7 +36,7 @@ class RequestLoad(msgspec.Struct, frozen=True, array_like=True):
         return self.steps_left * self.step_seconds + self.other_seconds
 
     def moved(self, seconds: float) -> Self:
-        """The same with a later time."""
+        """The same with a time that is so many seconds later."""
         return msgspec.structs.replace(self, arrival=self.arrival + seconds)
 
 
@@ -48,7 +48,7 @@ class Queued(msgspec.Struct, frozen=True, array_like=True, tag="queued"):
     due: float  # see counts_as_due in core.scheduling.requests.fair_queue
 
     def moved(self, seconds: float) -> Self:
-        """The same with later times."""
+        """The same with times that are so many seconds later."""
         return msgspec.structs.replace(self, load=self.load.moved(seconds), due=self.due + seconds)
 
 
@@ -159,7 +159,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
         return (change.request_id for change in self.queue if isinstance(change, Begun))
 
     def moved(self, seconds: float) -> Self:
-        """The same with later times."""
+        """The same with times that are so many seconds later."""
         return msgspec.structs.replace(
             self,
             running={request_id: load.moved(seconds) for request_id, load in self.running.items()},
@@ -203,7 +203,7 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     degree: int = 1  # ranks that computed it together
 
     def moved(self, seconds: float) -> Self:
-        """The same with a later time."""
+        """The same with a time that is so many seconds later."""
         return msgspec.structs.replace(self, started=self.started + seconds)
 
 
@@ -234,7 +234,7 @@ class QuarantinedModel(msgspec.Struct, frozen=True, array_like=True):
     controlnets: tuple[str, ...] = ()  # names of those that are refused where they steer a step together; (): the model
 
     def moved(self, seconds: float) -> Self:
-        """The same with later times."""
+        """The same with times that are so many seconds later."""
         return msgspec.structs.replace(self, since=self.since + seconds, until=self.until + seconds)
 
 
@@ -267,7 +267,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(loaded for rank in self.ranks for loaded in rank.resident_models))
 
     def moved(self, seconds: float) -> Self:
-        """The same with later times."""
+        """The same with times that are so many seconds later."""
         return msgspec.structs.replace(
             self,
             recent_steps=tuple(sample.moved(seconds) for sample in self.recent_steps),

@@ -15,8 +15,8 @@ while one is being set. An engine sends at least one message a second."""
 
 
 class EngineBirth:
-    """A message may be late and is never early: the time at which it came, less the engine's age when it was sent, is at
-    or after the birth. The least of these differences of the last messages counts.
+    """A message may be late and is never early: the time at which it came, less the engine's age when it was sent, is
+    at or after the birth. The least of these differences of the last messages counts.
 
     Durations since the moment of sending would be wrong by what each message is late: images of one call, which have
     the same arrival, would change places.

@@ -20,6 +20,7 @@ from engine.client.templates.template_registry import TemplateRegistry
 from engine.client.templates.template_store import TemplateStore
 from engine.images.image_pool import ImagePool
 from engine.observability.metrics import Metrics
+from engine.router.local_backend import LocalBackend
 from engine.router.router import Router
 
 
@@ -62,7 +63,7 @@ class Services:
                 keeper="" if keeper is None else keeper.address,
                 launcher=address,
             )
-            router = Router(msgspec.structs.replace(config, engine=engine), arena.shared, metrics)
+            router = Router(msgspec.structs.replace(config, engine=engine), LocalBackend(arena.shared), metrics)
             return cls(
                 config=config,
                 metrics=metrics,

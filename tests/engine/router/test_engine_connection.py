@@ -15,6 +15,7 @@ from core.ipc.shared_array import Arena
 from core.messages.engine import Failed
 from engine.engine_core.engine_process import connect
 from engine.router.engine_client import EngineClient, RequestOutput
+from engine.router.local_backend import LocalBackend
 
 
 async def test_the_sockets_folder_is_gone_once_the_engine_has_connected(tmp_path: Path) -> None:
@@ -38,12 +39,14 @@ async def test_an_engine_whose_message_cannot_be_read_is_killed_and_its_requests
     """The engine is a real process; the bytes reach its client's socket as if they were its own."""
     heard: list[RequestOutput] = []
     with closing(Arena.create(0, 1 << 12)) as arena, zmq.asyncio.Context() as context:
-        client = EngineClient(EngineConfig(), arena, lambda *ready: None, lambda *report: None, start_seconds=60.0)
+        client = EngineClient(
+            EngineConfig(), LocalBackend(arena), lambda *ready: None, lambda *report: None, start_seconds=60.0
+        )
         client.start()
         running = asyncio.create_task(client.run())
         client._waiters["r"] = heard.append
         with context.socket(zmq.DEALER) as socket:
-            socket.connect(f"ipc://{client._runtime_dir}/engine")
+            socket.connect(client._socket.getsockopt_string(zmq.LAST_ENDPOINT))
             await socket.send(b"nonsense")
             error = await asyncio.wait_for(client.failed(), 60)
         await running
