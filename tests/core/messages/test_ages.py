@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import numpy as np
 import pytest
 from fakes import PIXELS, make_edit
 
+from core.costs import load_report
 from core.costs.load_report import (
     Begun,
     EngineStats,
@@ -20,6 +21,7 @@ from core.costs.load_report import (
     StepSample,
 )
 from core.failure import Failure
+from core.messages import engine
 from core.messages.engine import (
     Abort,
     Aborted,
@@ -90,6 +92,20 @@ def test_all_times_of_a_message_are_moved_and_nothing_else(message: TimedMessage
     changed = {path for path in before if before[path] != after[path]}
     assert changed == {*times.split()}
     assert all(after[path] - before[path] == 8.0 for path in changed)
+
+
+def test_the_messages_have_no_other_times() -> None:
+    """A new one belongs here and above."""
+    numbers = {
+        name
+        for module in (load_report, engine)
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__
+        for name, hint in get_type_hints(kind).items()
+        if "float" in str(hint) and not name.endswith("seconds")
+    }
+    times = {"arrival", "deadline", "objective", "due", "refused", "made", "started", "since", "until"}
+    assert numbers - {"ms", "coefficients", "mask_score", "r_squared"} == times
 
 
 def test_a_message_without_times_stays_as_it_is() -> None:
