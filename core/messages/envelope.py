@@ -54,3 +54,13 @@ class Envelopes:
             raise MessageError(f"message {self._num_received + 1} is missing, {number} has come")
         self._num_received = number
         return Opened(age, memoryview(payload)[_HEADER.size :])
+
+
+def body_of(payload: bytes) -> memoryview:
+    """The message in an envelope, for who passes it on."""
+    return memoryview(payload)[_HEADER.size :]
+
+
+def with_body(payload: bytes, body: bytes) -> bytes:
+    """The same envelope with another body."""
+    return payload[: _HEADER.size] + body

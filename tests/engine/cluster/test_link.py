@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from core.errors import MessageError
 from engine.cluster.link import Link
 
-EPOCH = b"epoch"
+EPOCH = 2**63 + 5
 
 
 class Wire:
@@ -106,12 +106,12 @@ def test_what_came_already_does_nothing() -> None:
 
 def test_another_epoch_is_not_heard() -> None:
     wire, former = Wire(), []  # type: ignore[var-annotated]
-    Link(b"former", former.append).send(b"late")
+    Link(7, former.append).send(b"late")
     assert wire.ends[1].receive(former[0]) is None
     assert not wire.queues[1]
 
 
-@pytest.mark.parametrize("frames", [[], [b""], [b"\xff\xff"], [b"\x94\xa1e\xa3who\x01\x01"]])
+@pytest.mark.parametrize("frames", [[], [b""], [b"\xff\xff"], [b"\x94\x01\xa3who\x01\x01"]])
 def test_what_no_link_has_sent_is_refused(frames: list[bytes]) -> None:
     with pytest.raises(MessageError):
         Wire().ends[0].receive(frames)

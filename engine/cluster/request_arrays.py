@@ -18,16 +18,13 @@ from core.messages.specs import EditSpec, MaskSpec
 T = TypeVar("T")
 
 WRITTEN = ("outputs", "previews", "kept_states")
-"""Fields of specs that hold memory for results."""
+"""Fields of specs that hold memory for results; all other arrays are read."""
 
 
 def arrays_read(message: EngineRequest | PrimeTemplate) -> list[ArrayRef]:
-    """What an engine reads for a request, each place once."""
-    if isinstance(message, PrimeTemplate):
-        return [message.template]
-    spec = message.spec
-    rest = [getattr(spec, name) for name in spec.__struct_fields__ if name not in WRITTEN]
-    return _largest(ref for value in rest for ref in _refs(value))
+    """What an engine reads for a request and does not write itself, each place once."""
+    written = {ref.offset for ref in arrays_written(message)}
+    return [ref for ref in _largest(_refs(message)) if ref.offset not in written]
 
 
 def arrays_written(message: EngineRequest | PrimeTemplate) -> list[ArrayRef]:

@@ -60,7 +60,7 @@ class Connection:
     """Run `run` as a task while the sockets are open. Each end has one per engine and epoch."""
 
     def __init__(
-        self, epoch: bytes, peer: Peer, transmit: Callable[[bytes, Frames], None], silence_seconds: float
+        self, epoch: int, peer: Peer, transmit: Callable[[bytes, Frames], None], silence_seconds: float
     ) -> None:
         """transmit: sends a message of the link with this name, see `Link`. silence_seconds: without a word of the
         other end, after which its owner is told; counted from the first word."""
@@ -71,6 +71,11 @@ class Connection:
         self._missing: dict[tuple[str, int], int] = {}  # array -> bytes that have not come
         self._silence = SilenceWatch(silence_seconds, peer.on_silence)
         self._decoder = msgspec.msgpack.Decoder(Chunk)
+
+    @property
+    def unanswered_bytes(self) -> int:
+        """Of all that the other end is not known to have."""
+        return sum(link.unanswered_bytes for link in self._links.values())
 
     async def run(self) -> None:
         """Beat until cancelled."""

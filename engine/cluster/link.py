@@ -24,7 +24,7 @@ regular intervals. repeat: the same, and asks for all after `received`."""
 class Header(msgspec.Struct, frozen=True, array_like=True):
     """The first frame of all that a link transmits."""
 
-    epoch: bytes  # of both ends: others are of a former engine
+    epoch: int  # of both ends: others are of a former engine
     kind: Kind
     number: int  # of this message, from 1; of one without content, of the last message before
     received: int  # number of the last message that the sender has received
@@ -44,7 +44,7 @@ class Link:
     which it sees by their numbers; the regular `beat` shows what was lost last.
     """
 
-    def __init__(self, epoch: bytes, transmit: Transmit) -> None:
+    def __init__(self, epoch: int, transmit: Transmit) -> None:
         """epoch: of this connection and no other one."""
         self._epoch = epoch
         self._transmit = transmit

@@ -1,0 +1,126 @@
+"""HostCourier: the engine's end of the way from an API server on another machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from core.handles import ArrayRef
+from core.ipc.shared_array import Arena, ArenaAllocator, array_bytes
+from core.messages.codec import MessageDecoder, encode
+from core.messages.engine import (
+    AdaptersUsed,
+    EngineFailed,
+    EngineOutputs,
+    EngineRequest,
+    Finished,
+    FromEngine,
+    PartialImage,
+    PrimeTemplate,
+    ToEngine,
+)
+from core.messages.envelope import body_of, with_body
+from engine.cluster.courier import ArrayName, Courier
+from engine.cluster.link import Frames
+from engine.cluster.request_arrays import arrays_read, arrays_written, moved
+from engine.router.engine_client import RequestOutput
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request's memory. Keys are offsets in the API server's arena."""
+
+    refs: dict[int, ArrayRef] = field(default_factory=dict)  # uint8 [bytes], as allocated
+    previews: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()  # the other arrays that the engine makes
+
+
+class HostCourier(Courier):
+    """Keeps what requests read in an arena of this machine, which the engine maps, and sends back what it has made."""
+
+    def __init__(
+        self,
+        epoch: int,
+        arena: Arena,
+        transmit: Callable[[bytes, Frames], None],
+        near: Callable[[bytes], None],
+        on_silence: Callable[[], None],
+        silence_seconds: float,
+    ) -> None:
+        """near: takes messages for the engine. on_silence: called when the API server has been silent for that long."""
+        super().__init__(epoch, transmit, silence_seconds)
+        self._arena = arena
+        self._allocator = ArenaAllocator(arena)
+        self._near = near
+        self._on_silence = on_silence
+        self._held: dict[str, _Held] = {}  # by request
+        self._to_engine: MessageDecoder[ToEngine] = MessageDecoder(ToEngine)
+        self._from_engine: MessageDecoder[FromEngine] = MessageDecoder(FromEngine)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the arrays of all requests."""
+        return self._allocator.used_bytes
+
+    def send(self, payload: bytes) -> None:
+        """Send a message of the engine to the API server."""
+        message = self._from_engine.decode(body_of(payload))
+        if not isinstance(message, EngineOutputs | EngineFailed):
+            return self._send(payload)
+        arrays = [array for output in message.outputs for array in self._made(output)]
+        ended = [each.request_id for each in message.outputs if not isinstance(each, PartialImage | AdaptersUsed)]
+        self._send(payload, arrays, ended, lambda: self._free(ended))
+
+    def _made(self, output: RequestOutput) -> Iterator[tuple[ArrayName, npt.NDArray[Any]]]:
+        """The arrays that an output tells of."""
+        held = self._held.get(output.request_id)
+        match output:
+            case _ if held is None:
+                return
+            case PartialImage():
+                offsets = held.previews[output.index : output.index + 1]
+            case Finished():
+                offsets = held.results
+            case _:
+                return
+        for offset in offsets:
+            yield (output.request_id, offset), self._arena.view(held.refs[offset])
+
+    def _free(self, requests: Sequence[str]) -> None:
+        for request_id in requests:
+            if (held := self._held.pop(request_id, None)) is not None:
+                for ref in held.refs.values():
+                    self._allocator.free(ref)
+
+    def _hand_on(self, payload: bytes, ended: Sequence[str]) -> None:
+        message = self._to_engine.decode(body_of(payload))
+        if isinstance(message, EngineRequest | PrimeTemplate):
+            payload = with_body(payload, encode(self._settled(message)))
+        self._near(payload)
+
+    def _settled(self, message: EngineRequest | PrimeTemplate) -> EngineRequest | PrimeTemplate:
+        """A request, whose arrays have come, with all of them in this machine's arena."""
+        held = self._held.setdefault(message.request_id, _Held())
+        written = arrays_written(message)
+        for ref in written:
+            held.refs[ref.offset] = self._allocator.alloc(array_bytes(ref))
+        if isinstance(message, EngineRequest):
+            held.previews = tuple(each.array.offset for each in message.spec.previews)
+        held.results = tuple(ref.offset for ref in written if ref.offset not in held.previews)
+        places = {offset: ref.offset for offset, ref in held.refs.items()}
+        return moved(message, places)
+
+    def place(self, request_id: str, offset: int, total: int) -> npt.NDArray[np.uint8] | None:
+        """See Peer."""
+        refs = self._held.setdefault(request_id, _Held()).refs
+        if offset not in refs:
+            refs[offset] = self._allocator.alloc(total)
+        return self._arena.view(refs[offset])
+
+    def on_silence(self) -> None:
+        """See Peer."""
+        self._on_silence()
