@@ -277,8 +277,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     # Processes.
     workers_per_engine: int = 1
-    data_parallel_size: int = 1  # engines on this machine; they share its cores, and each has its own GPUs
+    data_parallel_size: int = 1  # engines
     data_parallel_rank: int = 0  # number of this engine among them; set by the process that starts it
+    # Of the engines on this machine, which share its cores, and of which each has its own GPUs: how many there are, and
+    # the number of this one; set by what starts engines on other machines. None: all are here.
+    local_size: int | None = None
+    local_rank: int = 0
     # Of users. The classes that nodes of the op `run` compute with, and the workflows of such nodes.
     classes: tuple[RunClass, ...] = ()
     workflows: tuple[Workflow, ...] = ()
@@ -354,11 +358,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_workers(self) -> int:
         """Workers of all engines on this machine."""
-        return self.workers_per_engine * self.data_parallel_size
+        return self.workers_per_engine * (self.data_parallel_size if self.local_size is None else self.local_size)
 
     def device_index(self, rank: int) -> int:
         """Number of a worker of this engine among all workers: the GPU that it uses unless one is configured."""
-        return self.workers_per_engine * self.data_parallel_rank + rank
+        number = self.data_parallel_rank if self.local_size is None else self.local_rank
+        return self.workers_per_engine * number + rank
 
 
 def _check_models(models: Sequence[ModelConfig]) -> None:

@@ -25,7 +25,7 @@ CHUNK_BYTES = 512 * 1024
 WINDOW_BYTES = 4 * 1024**2
 """Most bytes that are under way on a link of arrays."""
 
-MESSAGES, *ARRAYS = b"messages", b"arrays-0", b"arrays-1"
+MESSAGES, *ARRAYS = LINKS = b"messages", b"arrays-0", b"arrays-1"
 """Names of the links."""
 
 BEAT_SECONDS = 0.5

@@ -7,9 +7,8 @@ of weights in the same way, and owns the arena that the engine maps.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, closing, suppress
 
 import msgspec
 import zmq
@@ -17,21 +16,21 @@ import zmq.asyncio
 
 from core.config import EngineConfig
 from core.errors import MessageError
-from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
 from engine.client.processes.keeper_process import KeeperProcess, needs_keeper
 from engine.client.processes.worker_launcher import needs_launcher, worker_launcher
 from engine.cluster.curve import CurveKeys, listening
 from engine.cluster.host_courier import HostCourier
 from engine.cluster.link import Frames
-from engine.cluster.messages import HostAddress, HostConfig
+from engine.cluster.host_config import HostAddress, HostConfig
 from engine.router.engine_backend import StartedEngine
 from engine.router.local_backend import LocalBackend
 
-logger = logging.getLogger("stencil.host")
-
 SILENCE_SECONDS = 20.0
 """Without a word of the API server, after which a host ends: it is gone, or has given this engine up."""
+
+LAST_WORDS_SECONDS = 0.1
+"""How long an engine's socket is read after its exit, for its last messages."""
 
 FLUSH_SECONDS = 2.0
 """How long a host that ends waits for the API server to have its last messages."""
@@ -102,12 +101,10 @@ class EngineHost:
                 tasks.create_task(self._watch(engine)),
             ]
             await self._end.wait()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(FLUSH_SECONDS):
                     while not courier.is_flushed:
                         await asyncio.sleep(0.02)
-            except TimeoutError:
-                pass
             for task in running:
                 task.cancel()
         return self._why

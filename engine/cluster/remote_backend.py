@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from typing import Protocol
 
@@ -11,19 +10,20 @@ import zmq
 import zmq.asyncio
 
 from core.config import EngineConfig
-from core.errors import MessageError, StencilError
-from core.ipc.logs import of_request
+from core.errors import MessageError
 from core.ipc.shared_array import Arena
-from engine.cluster.curve import IO_THREADS, CurveKeys, connect
 from engine.cluster.connection import LINKS
+from engine.cluster.curve import IO_THREADS, CurveKeys, connect
 from engine.cluster.link import Frames
-from engine.cluster.messages import HostAddress, HostConfig
+from engine.cluster.host_config import HostAddress, HostConfig
 from engine.cluster.server_courier import ServerCourier
-
-logger = logging.getLogger("stencil.router")
 
 SILENCE_SECONDS = 6.0
 """Without a word of a host, after which its engine is given up: its machine has stopped, or cannot be reached."""
+
+
+_NEAR = "inproc://engine"
+"""Address within the context of an engine's client."""
 
 
 class Host(Protocol):
@@ -44,9 +44,11 @@ class RemoteEngine:
     memory, even if its machine is only cut off.
     """
 
-    def __init__(self, config: HostConfig, keys: CurveKeys, host: Host, arena: Arena, near: zmq.asyncio.Socket) -> None:
+    def __init__(
+        self, config: EngineConfig, epoch: int, keys: CurveKeys, host: Host, arena: Arena, near: zmq.asyncio.Socket
+    ) -> None:
         """near: connected to the engine's client."""
-        self._config = config
+        self._config = HostConfig(config, arena.size, epoch, keys.public)
         self._keys = keys
         self._host = host
         self._arena = arena
@@ -138,12 +140,18 @@ class RemoteEngine:
 
 
 class RemoteBackend:
-    """See EngineBackend. arena: of all handles in requests."""
+    """See EngineBackend. arena: of all handles in requests. new_host: makes what runs an engine elsewhere."""
 
-    def __init__(self, arena: Arena, new_host: Callable[[EngineConfig], Host], addresses: str) -> None:
+    def __init__(self, arena: Arena, new_host: Callable[[EngineConfig], Host]) -> None:
         self._arena = arena
         self._new_host = new_host
 
     def start(self, config: EngineConfig, epoch: int, socket: zmq.asyncio.Socket) -> RemoteEngine:
-        """Have an engine started on another machine. Raises ConfigError."""
-        raise NotImplementedError
+        """See EngineBackend. The engine's client speaks to this process, which passes messages on."""
+        near: zmq.asyncio.Socket = socket.context.socket(zmq.DEALER)
+        near.setsockopt(zmq.LINGER, 0)
+        near.set_hwm(0)
+        socket.bind(_NEAR)
+        near.connect(_NEAR)
+        keys = CurveKeys.new()
+        return RemoteEngine(config, epoch, keys, self._new_host(config), self._arena, near)

@@ -1,4 +1,4 @@
-"""What the two ends of a connection between machines tell each other beside an engine's own messages."""
+"""What an API server and a host on another machine tell each other when it is started."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class HostConfig(msgspec.Struct, frozen=True):
 
     engine: EngineConfig
     arena_bytes: int  # address space for requests' arrays
-    epoch: bytes  # of this connection and no other one
-    address: str  # of the host's machine, where it listens
+    epoch: int  # of the engine, see `core.messages.envelope`
     client: bytes  # public key of the API server
+    address: str = ""  # of the host's machine, where it listens; set there
 
 
 class HostAddress(msgspec.Struct, frozen=True):
@@ -23,9 +23,3 @@ class HostAddress(msgspec.Struct, frozen=True):
     address: str
     port: int
     key: bytes  # its public key
-
-
-class Delivery(msgspec.Struct, frozen=True, array_like=True):
-    """What comes before a message of the engine: the arrays that must be there before it is read."""
-
-    arrays: tuple[tuple[str, int], ...] = ()  # request and offset, see `Chunk`

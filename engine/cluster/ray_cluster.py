@@ -1,0 +1,161 @@
+"""RayCluster: the machines of a Ray cluster, where Ray places hosts of engines.
+
+Ray places processes and tells of their ends; messages and arrays go past it. Each engine has a placement group of one
+bundle, so that its workers are on one machine, and an actor that is never restarted by Ray: an EngineReplica restarts
+engines here as it does on a single machine, wherever there is room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+from collections.abc import Awaitable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from core.config import EngineConfig
+from core.errors import ConfigError, EngineDeadError
+from core.ipc.logs import of_request
+from engine.cluster.engine_host import EngineHost
+from engine.cluster.host_config import HostAddress, HostConfig
+
+logger = logging.getLogger("stencil.router")
+
+NAMESPACE = "stencil"
+
+TELL_SECONDS = 10.0
+"""How long an engine waits for a machine with room before the log says so."""
+
+PR_SET_PDEATHSIG = 1
+
+
+class RayCluster:
+    """Made by `join`; one in a process."""
+
+    @classmethod
+    async def join(cls, address: str) -> RayCluster:
+        """Become a client of a running cluster. address: as of `ray.init`, "auto" for the one of this machine. Raises
+        ConfigError.
+        """
+        try:
+            await asyncio.to_thread(
+                ray.init,
+                address=address,
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                configure_logging=False,
+                ignore_reinit_error=True,
+            )
+        except (RayError, ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"there is no Ray cluster at {address}: {error}; start one (`ray start --head`)"
+            ) from error
+        return cls()
+
+    def new_host(self, config: EngineConfig) -> RayHost:
+        """A host that is not started yet."""
+        return RayHost(config)
+
+    async def leave(self) -> None:
+        """Let go of the cluster, and end what this process has placed there."""
+        await asyncio.to_thread(ray.shutdown)
+
+
+class RayHost:
+    """See `engine.cluster.remote_backend.Host`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._bundle = bundle_of(config)
+        self._name = f"stencil-engine-{config.data_parallel_rank}"
+        self._group: PlacementGroup | None = None
+        self._actor: Any = None
+        self._run: Awaitable[str] | None = None
+
+    async def start(self, config: HostConfig) -> HostAddress:
+        """See Host. Waits until a machine has room."""
+        self._group = placement_group([self._bundle], strategy="STRICT_PACK")
+        await self._placed(self._group)
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
+        options = {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": strategy, "max_concurrency": 4}
+        needs = {"num_cpus": self._bundle.get("CPU", 0), "num_gpus": self._bundle.get("GPU", 0)}
+        self._actor = _HostActor.options(**options, **needs).remote()  # type: ignore[attr-defined]
+        try:
+            address = await self._actor.start.remote(msgspec.msgpack.encode(config), self._bundle)
+        except RayError as error:
+            raise EngineDeadError(f"its host could not be started: {error}") from error
+        self._run = self._actor.run.remote()
+        return msgspec.msgpack.decode(address, type=HostAddress)
+
+    async def _placed(self, group: PlacementGroup) -> None:
+        ready = asyncio.wrap_future(group.ready().future())
+        done, _ = await asyncio.wait([ready], timeout=TELL_SECONDS)
+        if not done:
+            text = "%s waits for a machine of the cluster that has room for %s"
+            logger.warning(text, self._name, self._bundle, extra=of_request(""))
+        await ready
+
+    async def wait(self) -> str:
+        """See Host."""
+        assert self._run is not None
+        try:
+            return await self._run
+        except RayError as error:
+            return f"its host has ended: {type(error).__name__}"
+
+    async def end(self) -> None:
+        """See Host."""
+        actor, group = self._actor, self._group
+        if actor is not None:
+            with suppress(RayError):
+                await asyncio.to_thread(ray.kill, actor)
+        if group is not None:
+            with suppress(RayError):
+                await asyncio.to_thread(remove_placement_group, group)
+
+
+def bundle_of(config: EngineConfig) -> dict[str, float]:
+    """What an engine asks of a machine: a GPU for each worker, or as many cores as its workers have threads."""
+    model, workers = config.models[0], config.workers_per_engine
+    if model.device.startswith("cuda"):
+        return {"CPU": 1, "GPU": workers}
+    return {"CPU": workers * max(1, model.threads or 1)}
+
+
+@ray.remote
+class _HostActor:
+    """Runs an EngineHost in a worker process of Ray."""
+
+    def __init__(self) -> None:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # with the raylet, which Ray may notice late
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, which engines would inherit
+        self._running: asyncio.Task[str] | None = None
+
+    async def start(self, encoded: bytes, bundle: dict[str, float]) -> bytes:
+        """Start the host; a HostAddress, encoded, once it listens."""
+        context = ray.get_runtime_context()
+        config = msgspec.msgpack.decode(encoded, type=HostConfig)
+        node = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+        key = "GPU" if "GPU" in bundle else "CPU"
+        room = max(1, int(node["Resources"].get(key, 1) // bundle[key]))
+        engine = msgspec.structs.replace(config.engine, local_size=room, local_rank=0, keeper="", launcher="")
+        config = msgspec.structs.replace(config, engine=engine, address=node["NodeManagerAddress"])
+        listening: asyncio.Future[HostAddress] = asyncio.get_running_loop().create_future()
+        self._running = asyncio.create_task(EngineHost(config).run(listening.set_result))
+        await asyncio.wait([listening, self._running], return_when=asyncio.FIRST_COMPLETED)
+        if self._running.done():
+            self._running.result()
+        return msgspec.msgpack.encode(await listening)
+
+    async def run(self) -> str:
+        """Wait until the host has ended; how."""
+        assert self._running is not None
+        return await self._running
