@@ -21,6 +21,9 @@ from core.skip_level import SkipLevel
 from core.step_schedule import StepScheduleName
 from core.validation import check_choice, check_decimal, check_integer, check_matches, conform
 
+DataParallelBackend = Literal["mp", "ray"]
+"""What starts engines. mp: this process, on its machine. ray: a Ray cluster, on the machines that it finds room on."""
+
 Quantization = Literal["none", "torchao-int8", "bitsandbytes-8bit", "bitsandbytes-4bit"]
 """How a transformer's weights are quantised while they are loaded: package and format."""
 
@@ -278,9 +281,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Processes.
     workers_per_engine: int = 1
     data_parallel_size: int = 1  # engines
+    data_parallel_backend: DataParallelBackend = "mp"  # what starts them: processes of this machine, or a Ray cluster
+    data_parallel_size_local: int = 0  # with Ray: the first so many are processes of this machine all the same
+    ray_address: str = "auto"  # of the cluster, see `ray.init`
     data_parallel_rank: int = 0  # number of this engine among them; set by the process that starts it
-    # Of the engines on this machine, which share its cores, and of which each has its own GPUs: how many there are, and
-    # the number of this one; set by what starts engines on other machines. None: all are here.
+    # Set for engines of other machines: how many engines share its cores, and the number of this one among them, of which
+    # each has its own GPUs. None: it is of the API server's machine.
     local_size: int | None = None
     local_rank: int = 0
     # Of users. The classes that nodes of the op `run` compute with, and the workflows of such nodes.
@@ -302,6 +308,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         conform(self)
         check_integer("workers_per_engine", self.workers_per_engine, 1, 64)
         check_integer("data_parallel_size", self.data_parallel_size, 1, 256)
+        check_integer("data_parallel_size_local", self.data_parallel_size_local, 0, self.data_parallel_size)
         check_integer("data_parallel_rank", self.data_parallel_rank, 0, self.data_parallel_size - 1)
         for name in ("drain_seconds", "hang_seconds", "start_seconds"):
             check_decimal(name, getattr(self, name), 0)
@@ -356,9 +363,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, models=self.models_of(rank), engines={}, data_parallel_rank=rank)
 
     @property
+    def num_local(self) -> int:
+        """Engines that are processes of the API server's machine."""
+        return self.data_parallel_size if self.data_parallel_backend == "mp" else self.data_parallel_size_local
+
+    @property
     def num_workers(self) -> int:
         """Workers of all engines on this machine."""
-        return self.workers_per_engine * (self.data_parallel_size if self.local_size is None else self.local_size)
+        return self.workers_per_engine * (self.num_local if self.local_size is None else self.local_size)
 
     def device_index(self, rank: int) -> int:
         """Number of a worker of this engine among all workers: the GPU that it uses unless one is configured."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
 from typing import Any, Protocol
 
@@ -65,7 +66,7 @@ class Connection:
         """transmit: sends a message of the link with this name, see `Link`. silence_seconds: without a word of the
         other end, after which its owner is told; counted from the first word."""
         self._peer = peer
-        self._links = {name: Link(epoch, lambda frames, to=name: transmit(to, frames)) for name in (MESSAGES, *ARRAYS)}
+        self._links = {name: Link(epoch, partial(transmit, name)) for name in LINKS}
         self._turns = cycle(self._links[name] for name in ARRAYS)
         self._has_room = asyncio.Event()
         self._missing: dict[tuple[str, int], int] = {}  # array -> bytes that have not come
@@ -93,11 +94,11 @@ class Connection:
 
     async def send_array(self, request_id: str, offset: int, array: npt.NDArray[Any]) -> None:
         """Send a copy of an array, which may change once this returns. offset: its name, see `Chunk`."""
-        content = memoryview(array.reshape(-1).view(np.uint8))
+        content = array.reshape(-1).view(np.uint8)
         for start in range(0, len(content), CHUNK_BYTES):
             link = await self._link_with_room()
             header = msgspec.msgpack.encode(Chunk(request_id, offset, len(content), start))
-            link.send(header, bytes(content[start : start + CHUNK_BYTES]))
+            link.send(header, content[start : start + CHUNK_BYTES].tobytes())
             await asyncio.sleep(0)
 
     async def _link_with_room(self) -> Link:

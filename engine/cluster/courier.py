@@ -1,8 +1,8 @@
 """Courier: one end of the way between an API server and an engine of another machine.
 
 Each end stands between two sockets. Near, one that speaks as if engine and API server were on one machine: messages in
-envelopes, whose arrays are in an arena of this machine. Far, the connection to the other end. Messages pass in order and
-unread but for the arrays of requests: a message is handed on once the arrays that belong to it are there.
+envelopes, whose arrays are in an arena of this machine. Far, the connection to the other end. Messages pass in order,
+and unread but for the arrays of requests: a message is handed on once the arrays that belong to it are there.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from core.ipc.shared_array import Arena
 from engine.client.processes.keeper_process import KeeperProcess, needs_keeper
 from engine.client.processes.worker_launcher import needs_launcher, worker_launcher
 from engine.cluster.curve import CurveKeys, listening
+from engine.cluster.host_config import HostAddress, HostConfig
 from engine.cluster.host_courier import HostCourier
 from engine.cluster.link import Frames
-from engine.cluster.host_config import HostAddress, HostConfig
 from engine.router.engine_backend import StartedEngine
 from engine.router.local_backend import LocalBackend
 

@@ -26,7 +26,7 @@ from core.messages.engine import (
 from core.messages.envelope import body_of, with_body
 from engine.cluster.courier import ArrayName, Courier
 from engine.cluster.link import Frames
-from engine.cluster.request_arrays import arrays_read, arrays_written, moved
+from engine.cluster.request_arrays import arrays_written, moved
 from engine.router.engine_client import RequestOutput
 
 

@@ -14,8 +14,8 @@ from core.errors import MessageError
 from core.ipc.shared_array import Arena
 from engine.cluster.connection import LINKS
 from engine.cluster.curve import IO_THREADS, CurveKeys, connect
-from engine.cluster.link import Frames
 from engine.cluster.host_config import HostAddress, HostConfig
+from engine.cluster.link import Frames
 from engine.cluster.server_courier import ServerCourier
 
 SILENCE_SECONDS = 6.0

@@ -18,8 +18,8 @@ from engine.cluster.request_arrays import arrays_read, arrays_written
 
 
 class ServerCourier(Courier):
-    """Sends what requests read, and writes what engines have made to where the request wants it: the memory of a request
-    is its session's until the terminal message.
+    """Sends what requests read, and writes what engines have made to where the request wants it, whose memory is its
+    session's until the terminal message.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""EngineBackend: what starts engines and tells of their deaths. Its one kind is `LocalBackend`."""
+"""EngineBackend: what starts engines and tells of their deaths: `LocalBackend`, and those of engine/cluster."""
 
 from __future__ import annotations
 
@@ -38,3 +38,6 @@ class EngineBackend(Protocol):
         """Bind `socket` where the engine reaches it, start the engine and return; nothing waits until it has connected.
         epoch: of this incarnation, see `core.messages.envelope`. Raises ConfigError.
         """
+
+    async def close(self) -> None:
+        """Let go of what it starts engines with, once all are gone."""

@@ -101,6 +101,7 @@ class Router:
         self.loads: list[LoadReport | None] = [None] * size  # by engine
         self.stats: list[EngineStats | None] = [None] * size
         self.recent_steps = tuple(deque[StepSample](maxlen=MAX_RECENT_STEPS) for _ in range(size))
+        self._backend = backend
         self._replicas = [EngineReplica(config.engine.of_engine(rank), backend, self) for rank in range(size)]
         self.additions = Additions(self._replicas)
         self._models: dict[str, ModelInfo] = {}
@@ -195,6 +196,7 @@ class Router:
         self._is_stopping = True
         for replica in self._replicas:
             await replica.close()
+        await self._backend.close()
 
     # ---------------------------------------------------------------------------------- state
 

@@ -1,4 +1,4 @@
-"""RayCluster: the machines of a Ray cluster, where Ray places hosts of engines.
+"""RayBackend: starts engines on the machines of a Ray cluster.
 
 Ray places processes and tells of their ends; messages and arrays go past it. Each engine has a placement group of one
 bundle, so that its workers are on one machine, and an actor that is never restarted by Ray: an EngineReplica restarts
@@ -12,12 +12,13 @@ import ctypes
 import logging
 import os
 import signal
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 import ray
+import zmq.asyncio
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -25,8 +26,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from core.config import EngineConfig
 from core.errors import ConfigError, EngineDeadError
 from core.ipc.logs import of_request
+from core.ipc.shared_array import Arena
 from engine.cluster.engine_host import EngineHost
 from engine.cluster.host_config import HostAddress, HostConfig
+from engine.cluster.remote_backend import RemoteBackend
+from engine.router.engine_backend import StartedEngine
+from engine.router.local_backend import LocalBackend
 
 logger = logging.getLogger("stencil.router")
 
@@ -38,42 +43,52 @@ TELL_SECONDS = 10.0
 PR_SET_PDEATHSIG = 1
 
 
-class RayCluster:
-    """Made by `join`; one in a process."""
+class RayBackend:
+    """See EngineBackend. The first engines may be of this machine."""
 
-    @classmethod
-    async def join(cls, address: str) -> RayCluster:
-        """Become a client of a running cluster. address: as of `ray.init`, "auto" for the one of this machine. Raises
-        ConfigError.
-        """
+    def __init__(self, config: EngineConfig, arena: Arena) -> None:
+        """Joins the cluster with the first engine that is started there."""
+        self._address = config.ray_address
+        self._num_local = config.num_local
+        self._local = LocalBackend(arena)
+        self._remote = RemoteBackend(arena, lambda config: RayHost(config, self._join))
+        self._joining: asyncio.Task[None] | None = None
+
+    def start(self, config: EngineConfig, epoch: int, socket: zmq.asyncio.Socket) -> StartedEngine:
+        """See EngineBackend."""
+        backend = self._local if config.data_parallel_rank < self._num_local else self._remote
+        return backend.start(config, epoch, socket)
+
+    async def close(self) -> None:
+        """Leave the cluster, which ends what is still there of this process."""
+        if self._joining is not None:
+            with suppress(ConfigError):
+                await self._joining
+            await asyncio.to_thread(ray.shutdown)
+
+    async def _join(self) -> None:
+        """Become a client of the cluster, once. Raises ConfigError."""
+        if self._joining is None:
+            self._joining = asyncio.create_task(self._connect())
+        await asyncio.shield(self._joining)
+
+    async def _connect(self) -> None:
+        address = self._address
         try:
             await asyncio.to_thread(
-                ray.init,
-                address=address,
-                namespace=NAMESPACE,
-                log_to_driver=False,
-                configure_logging=False,
-                ignore_reinit_error=True,
+                ray.init, address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False
             )
         except (RayError, ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(
-                f"there is no Ray cluster at {address}: {error}; start one (`ray start --head`)"
-            ) from error
-        return cls()
-
-    def new_host(self, config: EngineConfig) -> RayHost:
-        """A host that is not started yet."""
-        return RayHost(config)
-
-    async def leave(self) -> None:
-        """Let go of the cluster, and end what this process has placed there."""
-        await asyncio.to_thread(ray.shutdown)
+            message = f"there is no Ray cluster at {address}: {error}; start one with `ray start --head`"
+            raise ConfigError(message) from error
 
 
 class RayHost:
     """See `engine.cluster.remote_backend.Host`."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, join: Callable[[], Awaitable[None]]) -> None:
+        """join: makes this process a client of the cluster."""
+        self._join = join
         self._bundle = bundle_of(config)
         self._name = f"stencil-engine-{config.data_parallel_rank}"
         self._group: PlacementGroup | None = None
@@ -82,6 +97,7 @@ class RayHost:
 
     async def start(self, config: HostConfig) -> HostAddress:
         """See Host. Waits until a machine has room."""
+        await self._join()
         self._group = placement_group([self._bundle], strategy="STRICT_PACK")
         await self._placed(self._group)
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
