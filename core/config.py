@@ -285,8 +285,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_size_local: int = 0  # with Ray: the first so many are processes of this machine all the same
     ray_address: str = "auto"  # of the cluster, see `ray.init`
     data_parallel_rank: int = 0  # number of this engine among them; set by the process that starts it
-    # Set for engines of other machines: how many engines share its cores, and the number of this one among them, of which
-    # each has its own GPUs. None: it is of the API server's machine.
+    # Set for engines of other machines: how many engines share the machine's cores, and the number of this one among
+    # them, of which each has its own GPUs. None: it is of the API server's machine.
     local_size: int | None = None
     local_rank: int = 0
     # Of users. The classes that nodes of the op `run` compute with, and the workflows of such nodes.

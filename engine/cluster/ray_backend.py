@@ -35,7 +35,7 @@ from engine.router.local_backend import LocalBackend
 
 logger = logging.getLogger("stencil.router")
 
-NAMESPACE = "stencil"
+NAMESPACE, LOOPBACK = "stencil", "127.0.0.1"
 
 TELL_SECONDS = 10.0
 """How long an engine waits for a machine with room before the log says so."""
@@ -74,10 +74,11 @@ class RayBackend:
 
     async def _connect(self) -> None:
         address = self._address
+        options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+        if address.startswith(LOOPBACK):  # Ray would say which address this machine has in its network
+            options["_node_ip_address"] = LOOPBACK
         try:
-            await asyncio.to_thread(
-                ray.init, address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False
-            )
+            await asyncio.to_thread(ray.init, address=address, namespace=NAMESPACE, **options)
         except (RayError, ConnectionError, ValueError, RuntimeError) as error:
             message = f"there is no Ray cluster at {address}: {error}; start one with `ray start --head`"
             raise ConfigError(message) from error

@@ -69,6 +69,9 @@ class LocalBackend:
             raise
         return LocalEngine(process, Path(folder))
 
+    async def close(self) -> None:
+        """There is nothing to let go of."""
+
 
 def _bind(socket: zmq.asyncio.Socket, folder: str) -> str:
     address = f"ipc://{folder}/engine"
