@@ -155,3 +155,6 @@ class RemoteBackend:
         near.connect(_NEAR)
         keys = CurveKeys.new()
         return RemoteEngine(config, epoch, keys, self._new_host(config), self._arena, near)
+
+    async def close(self) -> None:
+        """There is nothing to let go of."""

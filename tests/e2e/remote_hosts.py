@@ -1,0 +1,82 @@
+"""Engines in processes of their own, as on another machine: nothing is shared but a TCP connection over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+import uvloop
+
+from core.config import EngineConfig
+from core.ipc.process import SpawnedProcess, readable, spawn
+from core.ipc.shared_array import Arena
+from engine.client import services
+from engine.cluster.engine_host import EngineHost
+from engine.cluster.host_config import HostAddress, HostConfig
+from engine.cluster.remote_backend import RemoteBackend
+
+
+def main(config: bytes, fds: list[int]) -> None:
+    """Entry point of a host's process."""
+    settings = msgspec.msgpack.decode(config, type=HostConfig)
+
+    async def run() -> None:
+        def tell(address: HostAddress) -> None:
+            os.write(fds[0], msgspec.msgpack.encode(address))
+            os.close(fds[0])
+
+        await EngineHost(settings).run(tell)
+
+    uvloop.run(run())
+
+
+class ProcessHost:
+    """A Host that is a child of this process."""
+
+    def __init__(self, config: EngineConfig, hosts: list[ProcessHost]) -> None:
+        self.process: SpawnedProcess | None = None
+        self.address: HostAddress | None = None
+        self.config = config
+        hosts.append(self)
+
+    async def start(self, config: HostConfig) -> HostAddress:
+        engine = msgspec.structs.replace(config.engine, keeper="", launcher="", local_size=1)
+        config = msgspec.structs.replace(config, engine=engine, address="127.0.0.1")
+        ours, theirs = os.pipe()
+        try:
+            name = f"stencil-host-{self.config.data_parallel_rank}"
+            self.process = spawn("remote_hosts:main", msgspec.msgpack.encode(config), [theirs], name)
+            os.close(theirs)
+            await readable(ours)
+            self.address = msgspec.msgpack.decode(os.read(ours, 4096), type=HostAddress)
+        finally:
+            os.close(ours)
+        return self.address
+
+    async def wait(self) -> str:
+        assert self.process is not None
+        await self.process.wait()
+        return self.process.describe_exit()
+
+    async def end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            await self.process.wait()
+
+
+@contextmanager
+def remote_engines() -> Iterator[list[ProcessHost]]:
+    """An AsyncEngine that is started meanwhile has its engines on "other machines"; their hosts, in the order in which
+    they start."""
+    hosts: list[ProcessHost] = []
+
+    def backend(config: EngineConfig, arena: Arena) -> RemoteBackend:
+        return RemoteBackend(arena, lambda engine: ProcessHost(engine, hosts))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(services, "_backend", backend)
+        yield hosts
