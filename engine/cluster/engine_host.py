@@ -26,8 +26,9 @@ from engine.cluster.link import Frames
 from engine.router.engine_backend import StartedEngine
 from engine.router.local_backend import LocalBackend
 
-SILENCE_SECONDS = 20.0
-"""Without a word of the API server, after which a host ends: it is gone, or has given this engine up."""
+SILENT_TIMES = 2.0
+"""Times `hang_seconds`: without a word of the API server for so long, a host ends. It is gone, or has given this engine
+up."""
 
 LAST_WORDS_SECONDS = 0.1
 """How long an engine's socket is read after its exit, for its last messages."""
@@ -64,8 +65,9 @@ class EngineHost:
             def to_engine(payload: bytes) -> None:
                 near.send(payload, zmq.NOBLOCK)
 
-            silent = f"the API server gave no sign of life in {SILENCE_SECONDS:g} s"
-            courier = HostCourier(config.epoch, arena, transmit, to_engine, lambda: self.end(silent), SILENCE_SECONDS)
+            seconds = SILENT_TIMES * config.engine.hang_seconds
+            silent = f"the API server gave no sign of life in {seconds:g} s"
+            courier = HostCourier(config.epoch, arena, transmit, to_engine, lambda: self.end(silent), seconds)
             engine = LocalBackend(arena).start(engine_config, config.epoch, near)
             stack.push_async_callback(_end, engine)
             on_listening(HostAddress(config.address, port, keys.public))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import zmq
@@ -18,8 +19,12 @@ from engine.cluster.host_config import HostAddress, HostConfig
 from engine.cluster.link import Frames
 from engine.cluster.server_courier import ServerCourier
 
-SILENCE_SECONDS = 6.0
-"""Without a word of a host, after which its engine is given up: its machine has stopped, or cannot be reached."""
+SILENT_SHARE = 0.75
+"""Of `hang_seconds`: a machine without a word for so long has stopped, or cannot be reached. Less than 1, since the
+engine's own silence then says the same later."""
+
+END_SECONDS = 5.0
+"""How long the end of a host may take to be asked for."""
 
 
 _NEAR = "inproc://engine"
@@ -95,7 +100,9 @@ class RemoteEngine:
             if not serving.cancelled() and (error := serving.exception()) is not None:
                 self._end(str(error) or type(error).__name__)
             self._near.close()
-            await self._host.end()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(END_SECONDS):
+                    await self._host.end()
 
     async def _serve(self) -> None:
         address = await self._host.start(self._config)
@@ -115,9 +122,10 @@ class RemoteEngine:
         def to_client(payload: bytes) -> None:
             self._near.send(payload, zmq.NOBLOCK)
 
-        silent = f"its machine gave no sign of life in {SILENCE_SECONDS:g} s"
+        seconds = SILENT_SHARE * self._config.engine.hang_seconds
+        silent = f"its machine gave no sign of life in {seconds:g} s"
         courier = ServerCourier(
-            self._config.epoch, self._arena, transmit, to_client, lambda: self._end(silent), SILENCE_SECONDS
+            self._config.epoch, self._arena, transmit, to_client, lambda: self._end(silent), seconds
         )
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._receive(name, socket, courier)) for name, socket in links.items()]

@@ -41,6 +41,7 @@ class ProcessHost:
         self.process: SpawnedProcess | None = None
         self.address: HostAddress | None = None
         self.config = config
+        self.is_cut_off = False  # nothing that is asked of its machine arrives there
         hosts.append(self)
 
     async def start(self, config: HostConfig) -> HostAddress:
@@ -63,7 +64,7 @@ class ProcessHost:
         return self.process.describe_exit()
 
     async def end(self) -> None:
-        if self.process is not None:
+        if self.process is not None and not self.is_cut_off:
             self.process.kill()
             await self.process.wait()
 
