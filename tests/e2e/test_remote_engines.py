@@ -97,3 +97,4 @@ async def test_a_machine_that_stops_is_given_up_and_what_it_does_later_reaches_n
     assert count(engine, "engine_restarts") == restarts + 1
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive, "it ends by itself"
+    await former.wait()

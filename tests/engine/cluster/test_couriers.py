@@ -45,8 +45,8 @@ ARENA_BYTES = 1 << 24
 
 
 class Way:
-    """Both couriers, and an engine that sums up what it reads. Each message between them is lost with a probability, and
-    with it all that is under way there."""
+    """Both couriers, and where an engine would be. Each message between them is lost with a probability, and with it all
+    that is under way there."""
 
     def __init__(self, seed: int, loss: float) -> None:
         self._random, self._loss = random.Random(seed), loss
