@@ -67,7 +67,9 @@ class EngineHost:
 
             seconds = SILENT_TIMES * config.engine.hang_seconds
             silent = f"the API server gave no sign of life in {seconds:g} s"
-            courier = HostCourier(config.epoch, arena, transmit, to_engine, lambda: self.end(silent), seconds)
+            courier = HostCourier(
+                config.epoch, config.address, arena, transmit, to_engine, lambda: self.end(silent), seconds
+            )
             engine = LocalBackend(arena).start(engine_config, config.epoch, near)
             stack.push_async_callback(_end, engine)
             on_listening(HostAddress(config.address, port, keys.public))

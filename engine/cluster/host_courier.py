@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -45,14 +46,18 @@ class HostCourier(Courier):
     def __init__(
         self,
         epoch: int,
+        machine: str,
         arena: Arena,
         transmit: Callable[[bytes, Frames], None],
         near: Callable[[bytes], None],
         on_silence: Callable[[], None],
         silence_seconds: float,
     ) -> None:
-        """near: takes messages for the engine. on_silence: called when the API server has been silent for that long."""
+        """machine: its address, for errors. near: takes messages for the engine. on_silence: called when the API server
+        has been silent for that long.
+        """
         super().__init__(epoch, transmit, silence_seconds)
+        self._machine = machine
         self._arena = arena
         self._allocator = ArenaAllocator(arena)
         self._near = near
@@ -71,9 +76,17 @@ class HostCourier(Courier):
         message = self._from_engine.decode(body_of(payload))
         if not isinstance(message, EngineOutputs | EngineFailed):
             return self._send(payload)
+        if isinstance(message, EngineFailed):
+            payload = with_body(payload, encode(self._named(message)))
         arrays = [array for output in message.outputs for array in self._made(output)]
         ended = [each.request_id for each in message.outputs if not isinstance(each, PartialImage | AdaptersUsed)]
         self._send(payload, arrays, ended, lambda: self._free(ended))
+
+    def _named(self, message: EngineFailed) -> EngineFailed:
+        """The same with this machine named: what is missing may be there on other ones."""
+        failure = message.failure
+        named = msgspec.structs.replace(failure, message=f"{self._machine}: {failure.message}")
+        return msgspec.structs.replace(message, failure=named)
 
     def _made(self, output: RequestOutput) -> Iterator[tuple[ArrayName, npt.NDArray[Any]]]:
         """The arrays that an output tells of."""

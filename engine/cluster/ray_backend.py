@@ -12,7 +12,7 @@ import ctypes
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -82,6 +82,7 @@ class RayBackend:
         except (RayError, ConnectionError, ValueError, RuntimeError) as error:
             message = f"there is no Ray cluster at {address}: {error}; start one with `ray start --head`"
             raise ConfigError(message) from error
+        _check_authentication([str(node["NodeManagerAddress"]) for node in ray.nodes()], os.environ)
 
 
 class RayHost:
@@ -137,6 +138,15 @@ class RayHost:
         if group is not None:
             with suppress(RayError):
                 await asyncio.to_thread(remove_placement_group, group)
+
+
+def _check_authentication(addresses: Iterable[str], environment: Mapping[str, str]) -> None:
+    """Raises ConfigError for a cluster that whoever reaches its ports may run anything on."""
+    if environment.get("RAY_AUTH_MODE") != "token" and any(not each.startswith("127.") for each in addresses):
+        raise ConfigError(
+            "the Ray cluster asks for no token, so that whoever reaches its ports may run anything on it; start it and "
+            "this server with RAY_AUTH_MODE=token (docs/cluster.md)"
+        )
 
 
 def bundle_of(config: EngineConfig) -> dict[str, float]:

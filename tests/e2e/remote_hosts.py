@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 import pytest
@@ -33,13 +34,55 @@ def main(config: bytes, fds: list[int]) -> None:
     uvloop.run(run())
 
 
+class Relay:
+    """A TCP connection to a host that can be broken."""
+
+    def __init__(self) -> None:
+        self.num_connections = 0
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, port: int) -> int:
+        """Pass on to this port; the port to connect to."""
+
+        async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._writers.add(writer)
+            with suppress(ConnectionError):
+                while data := await reader.read(1 << 16):
+                    writer.write(data)
+                    await writer.drain()
+            writer.close()
+            self._writers.discard(writer)
+
+        async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self.num_connections += 1
+            try:
+                far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+            except ConnectionError:  # the host has ended
+                return writer.close()
+            await asyncio.gather(pass_on(reader, far_writer), pass_on(far_reader, writer))
+
+        self._server = await asyncio.start_server(connect, "127.0.0.1")
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def cut(self) -> None:
+        """Break all connections, and lose what is under way."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+    def close(self) -> None:
+        self.cut()
+        if self._server is not None:
+            self._server.close()
+
+
 class ProcessHost:
     """A Host that is a child of this process."""
 
     def __init__(self, config: EngineConfig, hosts: list[ProcessHost]) -> None:
         self.process: SpawnedProcess | None = None
-        self.address: HostAddress | None = None
         self.config = config
+        self.relay = Relay()
         self.is_cut_off = False  # nothing that is asked of its machine arrives there
         hosts.append(self)
 
@@ -52,10 +95,10 @@ class ProcessHost:
             self.process = spawn("remote_hosts:main", msgspec.msgpack.encode(config), [theirs], name)
             os.close(theirs)
             await readable(ours)
-            self.address = msgspec.msgpack.decode(os.read(ours, 4096), type=HostAddress)
+            address = msgspec.msgpack.decode(os.read(ours, 4096), type=HostAddress)
         finally:
             os.close(ours)
-        return self.address
+        return msgspec.structs.replace(address, port=await self.relay.start(address.port))
 
     async def wait(self) -> str:
         assert self.process is not None
@@ -63,6 +106,7 @@ class ProcessHost:
         return self.process.describe_exit()
 
     async def end(self) -> None:
+        self.relay.close()
         if self.process is not None and not self.is_cut_off:
             self.process.kill()
             await self.process.wait()

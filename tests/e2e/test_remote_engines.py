@@ -60,6 +60,18 @@ async def test_it_paints_the_bits_of_an_engine_here(remote: Remote, expected: di
     assert len(hosts) == 2
 
 
+async def test_connections_that_break_lose_nothing(remote: Remote, expected: dict[str, Told]) -> None:
+    engine, hosts = remote
+    tasks = await begin(engine, EDITS)
+    while not all(task.done() for task in tasks.values()):
+        for host in hosts:
+            host.relay.cut()
+        await asyncio.sleep(0.3)
+    assert await ends(tasks) == expected
+    assert all(host.relay.num_connections > 3 for host in hosts), "they were broken"
+    assert len(hosts) == 2, "no engine was given up"
+
+
 async def test_another_engine_goes_on_when_a_host_dies(remote: Remote, expected: dict[str, Told]) -> None:
     engine, _ = remote
     family = family_of(host_of(remote, 0))

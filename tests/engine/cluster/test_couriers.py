@@ -16,13 +16,14 @@ import pytest
 from fakes import make_edit, make_hires_edit, make_selecting_edit, with_spec
 
 from core.costs.load_report import LoadReport
-from core.errors import EngineError
+from core.errors import ConfigError, EngineError
 from core.failure import Failure
 from core.handles import ArrayRef, Artefact
 from core.ipc.shared_array import Arena, ArenaAllocator, array_bytes
 from core.messages.codec import MessageDecoder
 from core.messages.engine import (
     Aborted,
+    EngineFailed,
     EngineOutputs,
     EngineRequest,
     Failed,
@@ -45,8 +46,8 @@ ARENA_BYTES = 1 << 24
 
 
 class Way:
-    """Both couriers, and where an engine would be. Each message between them is lost with a probability, and with it all
-    that is under way there."""
+    """Both couriers, and where an engine would be. Each message between them is lost with a probability, and with it
+    all that is under way there."""
 
     def __init__(self, seed: int, loss: float) -> None:
         self._random, self._loss = random.Random(seed), loss
@@ -62,7 +63,13 @@ class Way:
             EPOCH, self.server_arena, self._sender(self._to_host), self._on_told, self._fail, silence_seconds=60
         )
         self.host = HostCourier(
-            EPOCH, self.host_arena, self._sender(self._to_server), self._on_request, self._fail, silence_seconds=60
+            EPOCH,
+            "10.0.0.2",
+            self.host_arena,
+            self._sender(self._to_server),
+            self._on_request,
+            self._fail,
+            silence_seconds=60,
         )
 
     def _fail(self) -> None:
@@ -231,3 +238,16 @@ async def test_what_comes_after_a_request_has_ended_is_not_written() -> None:
         assert way.server.place("edit", picture.offset, array_bytes(picture) - 1) is None
         assert way.server.place("edit", picture.offset + 64, array_bytes(picture)) is None
         assert way.server.place("edit", picture.offset, array_bytes(picture)) is not None
+
+
+async def test_an_engine_that_cannot_start_says_on_which_machine() -> None:
+    with closing(Way(seed=1, loss=0.0)) as way:
+        running = asyncio.create_task(way.run())
+        way.host.send(way._ends[1].seal(EngineFailed(failure=Failure.of(ConfigError("there is no model /m")))))
+        async with asyncio.timeout(20):
+            while not way.told:
+                await asyncio.sleep(0)
+        running.cancel()
+        (failed,) = way.told
+        assert isinstance(failed, EngineFailed)
+        assert failed.failure.message == "10.0.0.2: there is no model /m"
