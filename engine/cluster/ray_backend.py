@@ -82,7 +82,7 @@ class RayBackend:
         except (RayError, ConnectionError, ValueError, RuntimeError) as error:
             message = f"there is no Ray cluster at {address}: {error}; start one with `ray start --head`"
             raise ConfigError(message) from error
-        _check_authentication([str(node["NodeManagerAddress"]) for node in ray.nodes()], os.environ)
+        _check_authentication([str(node["NodeManagerAddress"]) for node in _nodes()], os.environ)
 
 
 class RayHost:
@@ -91,7 +91,7 @@ class RayHost:
     def __init__(self, config: EngineConfig, join: Callable[[], Awaitable[None]]) -> None:
         """join: makes this process a client of the cluster."""
         self._join = join
-        self._bundle = bundle_of(config)
+        self._config = config
         self._name = f"stencil-engine-{config.data_parallel_rank}"
         self._group: PlacementGroup | None = None
         self._actor: Any = None
@@ -100,14 +100,15 @@ class RayHost:
     async def start(self, config: HostConfig) -> HostAddress:
         """See Host. Waits until a machine has room."""
         await self._join()
-        self._group = placement_group([self._bundle], strategy="STRICT_PACK")
+        bundle = bundle_of(self._config, has_gpus=bool(ray.cluster_resources().get("GPU")))
+        self._group = placement_group([bundle], strategy="STRICT_PACK")
         await self._placed(self._group)
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
         options = {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": strategy, "max_concurrency": 4}
-        needs = {"num_cpus": self._bundle.get("CPU", 0), "num_gpus": self._bundle.get("GPU", 0)}
+        needs = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
         self._actor = _HostActor.options(**options, **needs).remote()  # type: ignore[attr-defined]
         try:
-            address = await self._actor.start.remote(msgspec.msgpack.encode(config), self._bundle)
+            address = await self._actor.start.remote(msgspec.msgpack.encode(config), bundle)
         except RayError as error:
             raise EngineDeadError(f"its host could not be started: {error}") from error
         self._run = self._actor.run.remote()
@@ -118,7 +119,7 @@ class RayHost:
         done, _ = await asyncio.wait([ready], timeout=TELL_SECONDS)
         if not done:
             text = "%s waits for a machine of the cluster that has room for %s"
-            logger.warning(text, self._name, self._bundle, extra=of_request(""))
+            logger.warning(text, self._name, group.bundle_specs, extra=of_request(""))
         await ready
 
     async def wait(self) -> str:
@@ -149,10 +150,18 @@ def _check_authentication(addresses: Iterable[str], environment: Mapping[str, st
         )
 
 
-def bundle_of(config: EngineConfig) -> dict[str, float]:
-    """What an engine asks of a machine: a GPU for each worker, or as many cores as its workers have threads."""
+def _nodes() -> list[dict[str, Any]]:
+    """What Ray knows of the cluster's machines."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return nodes
+
+
+def bundle_of(config: EngineConfig, *, has_gpus: bool) -> dict[str, float]:
+    """What an engine asks of a machine: a GPU for each worker, or as many cores as its workers have threads. has_gpus:
+    whether the cluster has any.
+    """
     model, workers = config.models[0], config.workers_per_engine
-    if model.device.startswith("cuda"):
+    if model.device.startswith("cuda") or (model.device == "auto" and has_gpus):
         return {"CPU": 1, "GPU": workers}
     return {"CPU": workers * max(1, model.threads or 1)}
 
@@ -170,17 +179,18 @@ class _HostActor:
         """Start the host; a HostAddress, encoded, once it listens."""
         context = ray.get_runtime_context()
         config = msgspec.msgpack.decode(encoded, type=HostConfig)
-        node = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+        node = next(node for node in _nodes() if node["NodeID"] == context.get_node_id())
         key = "GPU" if "GPU" in bundle else "CPU"
         room = max(1, int(node["Resources"].get(key, 1) // bundle[key]))
         engine = msgspec.structs.replace(config.engine, local_size=room, local_rank=0, keeper="", launcher="")
         config = msgspec.structs.replace(config, engine=engine, address=node["NodeManagerAddress"])
         listening: asyncio.Future[HostAddress] = asyncio.get_running_loop().create_future()
         self._running = asyncio.create_task(EngineHost(config).run(listening.set_result))
-        await asyncio.wait([listening, self._running], return_when=asyncio.FIRST_COMPLETED)
-        if self._running.done():
+        self._running.add_done_callback(lambda running: listening.cancel())
+        await asyncio.wait([listening])
+        if listening.cancelled():
             self._running.result()
-        return msgspec.msgpack.encode(await listening)
+        return msgspec.msgpack.encode(listening.result())
 
     async def run(self) -> str:
         """Wait until the host has ended; how."""
