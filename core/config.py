@@ -308,7 +308,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         conform(self)
         check_integer("workers_per_engine", self.workers_per_engine, 1, 64)
         check_integer("data_parallel_size", self.data_parallel_size, 1, 256)
-        check_integer("data_parallel_size_local", self.data_parallel_size_local, 0, self.data_parallel_size)
+        check_integer("data_parallel_size_local", self.data_parallel_size_local, 0, 256)
         check_integer("data_parallel_rank", self.data_parallel_rank, 0, self.data_parallel_size - 1)
         for name in ("drain_seconds", "hang_seconds", "start_seconds"):
             check_decimal(name, getattr(self, name), 0)
@@ -365,7 +365,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_local(self) -> int:
         """Engines that are processes of the API server's machine."""
-        return self.data_parallel_size if self.data_parallel_backend == "mp" else self.data_parallel_size_local
+        is_local = self.data_parallel_backend == "mp"
+        return self.data_parallel_size if is_local else min(self.data_parallel_size_local, self.data_parallel_size)
 
     @property
     def num_workers(self) -> int:

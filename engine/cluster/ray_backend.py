@@ -82,7 +82,7 @@ class RayBackend:
         except (RayError, ConnectionError, ValueError, RuntimeError) as error:
             message = f"there is no Ray cluster at {address}: {error}; start one with `ray start --head`"
             raise ConfigError(message) from error
-        _check_authentication([str(node["NodeManagerAddress"]) for node in _nodes()], os.environ)
+        check_authentication([str(node["NodeManagerAddress"]) for node in _nodes()], os.environ)
 
 
 class RayHost:
@@ -100,7 +100,7 @@ class RayHost:
     async def start(self, config: HostConfig) -> HostAddress:
         """See Host. Waits until a machine has room."""
         await self._join()
-        bundle = bundle_of(self._config, has_gpus=bool(ray.cluster_resources().get("GPU")))
+        bundle = bundle_of(self._config, has_gpus=any(node["Resources"].get("GPU") for node in _nodes()))
         self._group = placement_group([bundle], strategy="STRICT_PACK")
         await self._placed(self._group)
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
@@ -141,7 +141,7 @@ class RayHost:
                 await asyncio.to_thread(remove_placement_group, group)
 
 
-def _check_authentication(addresses: Iterable[str], environment: Mapping[str, str]) -> None:
+def check_authentication(addresses: Iterable[str], environment: Mapping[str, str]) -> None:
     """Raises ConfigError for a cluster that whoever reaches its ports may run anything on."""
     if environment.get("RAY_AUTH_MODE") != "token" and any(not each.startswith("127.") for each in addresses):
         raise ConfigError(
