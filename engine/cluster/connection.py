@@ -42,13 +42,14 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Peer(Protocol):
-    """What a connection's owner does with what comes. Its methods must not block or raise, but MessageError."""
+    """What a connection's owner does with what comes. Its methods must not block; they raise MessageError for what the
+    other end cannot have sent. Nothing that comes after that is to be taken: it is not known what is missing."""
 
     def on_message(self, frames: Sequence[bytes]) -> None:
         """A message has come; those of one end come in order."""
 
-    def place(self, request_id: str, offset: int, total: int) -> npt.NDArray[np.uint8] | None:
-        """Memory for an array that comes, [total]; None: it is not wanted any more."""
+    def place(self, request_id: str, offset: int, total: int) -> npt.NDArray[np.uint8]:
+        """Memory for an array that comes, [total]. Raises OutOfMemoryError if there is none."""
 
     def on_array(self, request_id: str, offset: int) -> None:
         """All of an array has come."""
@@ -64,7 +65,7 @@ class Connection:
         self, epoch: int, peer: Peer, transmit: Callable[[bytes, Frames], None], silence_seconds: float
     ) -> None:
         """transmit: sends a message of the link with this name, see `Link`. silence_seconds: without a word of the
-        other end, after which its owner is told; counted from the first word."""
+        other end, after which its owner is told; counted from `run` on."""
         self._peer = peer
         self._links = {name: Link(epoch, partial(transmit, name)) for name in LINKS}
         self._turns = cycle(self._links[name] for name in ARRAYS)
@@ -80,6 +81,7 @@ class Connection:
 
     async def run(self) -> None:
         """Beat until cancelled."""
+        self._silence.note_message()  # who is never heard is as silent as who has become so
         try:
             while True:
                 for link in self._links.values():
@@ -111,7 +113,7 @@ class Connection:
             await self._has_room.wait()
 
     def receive(self, name: bytes, frames: Sequence[bytes]) -> None:
-        """Take what has come over a link. Raises MessageError for what the other end cannot have sent."""
+        """Take what has come over a link. Raises as Peer's methods."""
         link = self._links.get(name)
         if link is None:
             raise MessageError(f"there is no link {name!r}")
@@ -133,9 +135,6 @@ class Connection:
             raise MessageError(f"a part of an array cannot be decoded: {error}") from error
         key = chunk.request_id, chunk.offset
         place = self._peer.place(chunk.request_id, chunk.offset, chunk.total)
-        if place is None:
-            self._missing.pop(key, None)
-            return
         if not 0 <= chunk.start <= chunk.start + len(data) <= len(place) == chunk.total:
             raise MessageError(f"a part of an array of {chunk.total} bytes does not fit")
         place[chunk.start : chunk.start + len(data)] = data

@@ -29,11 +29,9 @@ class Delivery(msgspec.Struct, frozen=True, array_like=True):
     """What comes before a message."""
 
     arrays: tuple[ArrayName, ...] = ()  # that belong to it
-    ended: tuple[str, ...] = ()  # requests of which nothing comes any more
 
 
 class _Waiting(NamedTuple):
-    delivery: Delivery
     missing: set[ArrayName]
     payload: bytes
 
@@ -66,7 +64,8 @@ class Courier(ABC):
                         then()
 
     def receive(self, link: bytes, frames: Sequence[bytes]) -> None:
-        """Take what has come from the other end. Raises MessageError."""
+        """Take what has come from the other end. Raises MessageError for what it cannot have sent, OutOfMemoryError if
+        there is no room for an array; the courier is of no more use then."""
         self._connection.receive(link, frames)
 
     @property
@@ -78,12 +77,11 @@ class Courier(ABC):
         self,
         payload: bytes,
         arrays: Iterable[tuple[ArrayName, npt.NDArray[Any]]] = (),
-        ended: Iterable[str] = (),
         then: Callable[[], None] | None = None,
     ) -> None:
         """Send a message and its arrays, which must not change until `then` is called."""
         outgoing = [_Outgoing(*each) for each in arrays]
-        delivery = Delivery(tuple(each.name for each in outgoing), tuple(ended))
+        delivery = Delivery(tuple(each.name for each in outgoing))
         self._connection.send(msgspec.msgpack.encode(delivery), payload)
         for each in outgoing:
             self._outbox.put_nowait(each)
@@ -99,7 +97,7 @@ class Courier(ABC):
             raise MessageError(f"a message from another machine cannot be decoded: {error}") from error
         missing = set(delivery.arrays) - self._have_come
         self._have_come -= set(delivery.arrays)
-        self._waiting.append(_Waiting(delivery, missing, payload))
+        self._waiting.append(_Waiting(missing, payload))
         self._hand_on_all()
 
     def on_array(self, request_id: str, offset: int) -> None:
@@ -115,14 +113,14 @@ class Courier(ABC):
     def _hand_on_all(self) -> None:
         while self._waiting and not self._waiting[0].missing:
             waiting = self._waiting.popleft()
-            self._hand_on(waiting.payload, waiting.delivery.ended)
+            self._hand_on(waiting.payload)
 
     @abstractmethod
-    def _hand_on(self, payload: bytes, ended: Sequence[str]) -> None:
-        """Give a message to the near socket; its arrays are in this machine's arena."""
+    def _hand_on(self, payload: bytes) -> None:
+        """Give a message to the near socket; its arrays are in this machine's arena. Raises as `receive`."""
 
     @abstractmethod
-    def place(self, request_id: str, offset: int, total: int) -> npt.NDArray[np.uint8] | None:
+    def place(self, request_id: str, offset: int, total: int) -> npt.NDArray[np.uint8]:
         """See Peer."""
 
     @abstractmethod

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack, closing, suppress
+from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from core.config import EngineConfig
-from core.errors import MessageError
+from core.errors import MessageError, OutOfMemoryError
 from core.ipc.shared_array import Arena
 from engine.client.processes.keeper_process import KeeperProcess, needs_keeper
 from engine.client.processes.worker_launcher import needs_launcher, worker_launcher
@@ -63,7 +64,8 @@ class EngineHost:
                 far.send_multipart([link, *frames], zmq.NOBLOCK)
 
             def to_engine(payload: bytes) -> None:
-                near.send(payload, zmq.NOBLOCK)
+                sent = near.send(payload, zmq.NOBLOCK)
+                asyncio.ensure_future(sent).add_done_callback(_note_sent)
 
             seconds = SILENT_TIMES * config.engine.hang_seconds
             silent = f"the API server gave no sign of life in {seconds:g} s"
@@ -124,11 +126,19 @@ class EngineHost:
             try:
                 courier.receive(link, frames)
             except MessageError as error:
-                self.end(f"the API server is out of order: {error}")
+                return self.end(f"the API server is out of order: {error}")
+            except OutOfMemoryError as error:
+                return self.end(str(error))
 
     async def _pass_on(self, near: zmq.asyncio.Socket, courier: HostCourier) -> None:
         while True:
             courier.send(await near.recv())
+
+
+def _note_sent(sent: asyncio.Future[Any]) -> None:
+    """Take a send's error, which the event loop would log: the engine is gone, as `EngineHost._watch` sees."""
+    if not sent.cancelled():
+        sent.exception()
 
 
 async def _end(engine: StartedEngine) -> None:

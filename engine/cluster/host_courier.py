@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from core.errors import MessageError
 from core.handles import ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator, array_bytes
 from core.messages.codec import MessageDecoder, encode
@@ -80,7 +81,9 @@ class HostCourier(Courier):
             payload = with_body(payload, encode(self._named(message)))
         arrays = [array for output in message.outputs for array in self._made(output)]
         ended = [each.request_id for each in message.outputs if not isinstance(each, PartialImage | AdaptersUsed)]
-        self._send(payload, arrays, ended, lambda: self._free(ended))
+        # Out of sight at once: a request that the engine failed may come again while the arrays of others are sent.
+        gone = [self._held.pop(request_id) for request_id in ended if request_id in self._held]
+        self._send(payload, arrays, lambda: self._free(gone))
 
     def _named(self, message: EngineFailed) -> EngineFailed:
         """The same with this machine named: what is missing may be there on other ones."""
@@ -103,14 +106,16 @@ class HostCourier(Courier):
         for offset in offsets:
             yield (output.request_id, offset), self._arena.view(held.refs[offset])
 
-    def _free(self, requests: Sequence[str]) -> None:
-        for request_id in requests:
-            if (held := self._held.pop(request_id, None)) is not None:
-                for ref in held.refs.values():
-                    self._allocator.free(ref)
+    def _free(self, gone: Sequence[_Held]) -> None:
+        for held in gone:
+            for ref in held.refs.values():
+                self._allocator.free(ref)
 
-    def _hand_on(self, payload: bytes, ended: Sequence[str]) -> None:
-        message = self._to_engine.decode(body_of(payload))
+    def _hand_on(self, payload: bytes) -> None:
+        try:
+            message = self._to_engine.decode(body_of(payload))
+        except MessageError:
+            return self._near(payload)  # the engine refuses it
         if isinstance(message, EngineRequest | PrimeTemplate):
             payload = with_body(payload, encode(self._settled(message)))
         self._near(payload)
@@ -127,7 +132,7 @@ class HostCourier(Courier):
         places = {offset: ref.offset for offset, ref in held.refs.items()}
         return moved(message, places)
 
-    def place(self, request_id: str, offset: int, total: int) -> npt.NDArray[np.uint8] | None:
+    def place(self, request_id: str, offset: int, total: int) -> npt.NDArray[np.uint8]:
         """See Peer."""
         refs = self._held.setdefault(request_id, _Held()).refs
         if offset not in refs:

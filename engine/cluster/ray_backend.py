@@ -12,6 +12,8 @@ import ctypes
 import logging
 import os
 import signal
+import socket
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -19,7 +21,7 @@ from typing import Any
 import msgspec
 import ray
 import zmq.asyncio
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -29,6 +31,7 @@ from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
 from engine.cluster.engine_host import EngineHost
 from engine.cluster.host_config import HostAddress, HostConfig
+from engine.cluster.release import check_same, source_digest
 from engine.cluster.remote_backend import RemoteBackend
 from engine.router.engine_backend import StartedEngine
 from engine.router.local_backend import LocalBackend
@@ -39,6 +42,9 @@ NAMESPACE, LOOPBACK = "stencil", "127.0.0.1"
 
 TELL_SECONDS = 10.0
 """How long an engine waits for a machine with room before the log says so."""
+
+REACH_SECONDS = 5.0
+"""How long to try whether anything listens at the cluster's address."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -62,27 +68,14 @@ class RayBackend:
     async def close(self) -> None:
         """Leave the cluster, which ends what is still there of this process."""
         if self._joining is not None:
-            with suppress(ConfigError):
-                await self._joining
+            await asyncio.wait([self._joining])
             await asyncio.to_thread(ray.shutdown)
 
     async def _join(self) -> None:
         """Become a client of the cluster, once. Raises ConfigError."""
         if self._joining is None:
-            self._joining = asyncio.create_task(self._connect())
+            self._joining = asyncio.create_task(asyncio.to_thread(join, self._address))
         await asyncio.shield(self._joining)
-
-    async def _connect(self) -> None:
-        address = self._address
-        options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-        if address.startswith(LOOPBACK):  # Ray would say which address this machine has in its network
-            options["_node_ip_address"] = LOOPBACK
-        try:
-            await asyncio.to_thread(ray.init, address=address, namespace=NAMESPACE, **options)
-        except (RayError, ConnectionError, ValueError, RuntimeError) as error:
-            message = f"there is no Ray cluster at {address}: {error}; start one with `ray start --head`"
-            raise ConfigError(message) from error
-        check_authentication([str(node["NodeManagerAddress"]) for node in _nodes()], os.environ)
 
 
 class RayHost:
@@ -90,37 +83,64 @@ class RayHost:
 
     def __init__(self, config: EngineConfig, join: Callable[[], Awaitable[None]]) -> None:
         """join: makes this process a client of the cluster."""
+        self.placed: float | None = None
         self._join = join
         self._config = config
         self._name = f"stencil-engine-{config.data_parallel_rank}"
+        self._bundle: dict[str, float] = {}
         self._group: PlacementGroup | None = None
         self._actor: Any = None
         self._run: Awaitable[str] | None = None
+        self._calling: asyncio.Task[None] | None = None
+        self._has_ended = False
 
     async def start(self, config: HostConfig) -> HostAddress:
         """See Host. Waits until a machine has room."""
         await self._join()
-        bundle = bundle_of(self._config, has_gpus=any(node["Resources"].get("GPU") for node in _nodes()))
-        self._group = placement_group([bundle], strategy="STRICT_PACK")
-        await self._placed(self._group)
+        await self._call(self._make_group)
+        await self._wait_for_room()
+        self.placed = time.monotonic()
+        await self._call(self._make_actor)
+        try:
+            encoded = await self._actor.start.remote(msgspec.msgpack.encode(config), self._bundle, source_digest())
+        except RayError as error:
+            raise EngineDeadError(f"its host could not be started: {_reason(error)}") from error
+        self._run = self._actor.run.remote()
+        return msgspec.msgpack.decode(encoded, type=HostAddress)
+
+    async def _call(self, function: Callable[[], None]) -> None:
+        """Run what waits for Ray in a thread. It goes on when this is cancelled; `end` waits for it."""
+        self._calling = asyncio.create_task(asyncio.to_thread(function))
+        self._calling.add_done_callback(lambda calling: calling.cancelled() or calling.exception())
+        await asyncio.shield(self._calling)
+
+    def _make_group(self) -> None:
+        self._bundle = bundle_of(self._config, has_gpus=any(node["Resources"].get("GPU") for node in _nodes()))
+        self._group = placement_group([self._bundle], strategy="STRICT_PACK")
+        if self._has_ended:
+            self._remove()
+
+    def _make_actor(self) -> None:
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
         options = {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": strategy, "max_concurrency": 4}
-        needs = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
+        needs = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle.get("GPU", 0)}
         self._actor = _HostActor.options(**options, **needs).remote()  # type: ignore[attr-defined]
-        try:
-            address = await self._actor.start.remote(msgspec.msgpack.encode(config), bundle)
-        except RayError as error:
-            raise EngineDeadError(f"its host could not be started: {error}") from error
-        self._run = self._actor.run.remote()
-        return msgspec.msgpack.decode(address, type=HostAddress)
+        if self._has_ended:
+            self._remove()
 
-    async def _placed(self, group: PlacementGroup) -> None:
-        ready = asyncio.wrap_future(group.ready().future())
-        done, _ = await asyncio.wait([ready], timeout=TELL_SECONDS)
-        if not done:
-            text = "%s waits for a machine of the cluster that has room for %s"
-            logger.warning(text, self._name, group.bundle_specs, extra=of_request(""))
-        await ready
+    async def _wait_for_room(self) -> None:
+        assert self._group is not None
+        ready = asyncio.wrap_future(self._group.ready().future())
+        try:
+            done, _ = await asyncio.wait([ready], timeout=TELL_SECONDS)
+            if not done:
+                text = "%s waits for a machine of the cluster that has room for %s"
+                logger.warning(text, self._name, self._bundle, extra=of_request(""))
+            await ready
+        except RayError as error:
+            raise EngineDeadError(f"no machine was found for it: {_reason(error)}") from error
+        finally:
+            ready.cancel()  # nobody asks any more whether the group, which `end` removes, was placed
 
     async def wait(self) -> str:
         """See Host."""
@@ -128,17 +148,45 @@ class RayHost:
         try:
             return await self._run
         except RayError as error:
-            return f"its host has ended: {type(error).__name__}"
+            return f"its host has ended: {_reason(error)}"
 
     async def end(self) -> None:
         """See Host."""
-        actor, group = self._actor, self._group
-        if actor is not None:
+        self._has_ended = True
+        if self._calling is not None:
+            await asyncio.wait([self._calling])
+        await asyncio.to_thread(self._remove)
+
+    def _remove(self) -> None:
+        if self._actor is not None:
             with suppress(RayError):
-                await asyncio.to_thread(ray.kill, actor)
-        if group is not None:
+                ray.kill(self._actor)
+        if self._group is not None:
             with suppress(RayError):
-                await asyncio.to_thread(remove_placement_group, group)
+                remove_placement_group(self._group)
+
+
+def _reason(error: RayError) -> str:
+    """Why something of Ray has failed, in a line."""
+    if isinstance(error, RayTaskError):
+        return f"{type(error.cause).__name__}: {error.cause}"
+    return type(error).__name__
+
+
+def join(address: str) -> None:
+    """Make this process a client of the Ray cluster at this address. Raises ConfigError."""
+    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    if address.startswith(LOOPBACK):  # Ray would say which address this machine has in its network
+        options["_node_ip_address"] = LOOPBACK
+    try:
+        if address != "auto":
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), REACH_SECONDS).close()  # Ray would try for minutes
+        ray.init(address=address, namespace=NAMESPACE, **options)
+    except (RayError, OSError, ValueError, RuntimeError) as error:
+        message = f"there is no Ray cluster at {address}: {error}; start one with `ray start --head`"
+        raise ConfigError(message) from error
+    check_authentication([str(node["NodeManagerAddress"]) for node in _nodes()], os.environ)
 
 
 def check_authentication(addresses: Iterable[str], environment: Mapping[str, str]) -> None:
@@ -175,11 +223,12 @@ class _HostActor:
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, which engines would inherit
         self._running: asyncio.Task[str] | None = None
 
-    async def start(self, encoded: bytes, bundle: dict[str, float]) -> bytes:
-        """Start the host; a HostAddress, encoded, once it listens."""
+    async def start(self, encoded: bytes, bundle: dict[str, float], digest: str) -> bytes:
+        """Start the host; a HostAddress, encoded, once it listens. digest: of the API server's code."""
         context = ray.get_runtime_context()
-        config = msgspec.msgpack.decode(encoded, type=HostConfig)
         node = next(node for node in _nodes() if node["NodeID"] == context.get_node_id())
+        check_same(digest, node["NodeManagerAddress"])
+        config = msgspec.msgpack.decode(encoded, type=HostConfig)
         key = "GPU" if "GPU" in bundle else "CPU"
         room = max(1, int(node["Resources"].get(key, 1) // bundle[key]))
         engine = msgspec.structs.replace(config.engine, local_size=room, local_rank=0, keeper="", launcher="")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
@@ -11,13 +12,16 @@ import zmq
 import zmq.asyncio
 
 from core.config import EngineConfig
-from core.errors import MessageError
+from core.errors import MessageError, StencilError
+from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
 from engine.cluster.connection import LINKS
 from engine.cluster.curve import IO_THREADS, CurveKeys, connect
 from engine.cluster.host_config import HostAddress, HostConfig
 from engine.cluster.link import Frames
 from engine.cluster.server_courier import ServerCourier
+
+logger = logging.getLogger("stencil.router")
 
 SILENT_SHARE = 0.75
 """Of `hang_seconds`: a machine without a word for so long has stopped, or cannot be reached. Less than 1, since the
@@ -26,6 +30,9 @@ engine's own silence then says the same later."""
 END_SECONDS = 5.0
 """How long the end of a host may take to be asked for."""
 
+ROOM_TIMES = 2
+"""Address space for arrays on the other machine, in times of this one's: they are freed there a moment later, and leave
+other gaps."""
 
 _NEAR = "inproc://engine"
 """Address within the context of an engine's client."""
@@ -34,6 +41,10 @@ _NEAR = "inproc://engine"
 class Host(Protocol):
     """A process on another machine that runs an EngineHost."""
 
+    @property
+    def placed(self) -> float | None:
+        """As of a StartedEngine."""
+
     async def start(self, config: HostConfig) -> HostAddress:
         """Have it started, and wait until it listens. Raises StencilError."""
 
@@ -41,7 +52,8 @@ class Host(Protocol):
         """Wait until it has ended; how."""
 
     async def end(self) -> None:
-        """End it, in whatever state it is; what cannot be reached ends by itself."""
+        """End it, in whatever state it is, also while it starts; what cannot be reached ends by itself. Raises
+        nothing."""
 
 
 class RemoteEngine:
@@ -53,7 +65,7 @@ class RemoteEngine:
         self, config: EngineConfig, epoch: int, keys: CurveKeys, host: Host, arena: Arena, near: zmq.asyncio.Socket
     ) -> None:
         """near: connected to the engine's client."""
-        self._config = HostConfig(config, arena.size, epoch, keys.public)
+        self._config = HostConfig(config, ROOM_TIMES * arena.size, epoch, keys.public)
         self._keys = keys
         self._host = host
         self._arena = arena
@@ -61,6 +73,11 @@ class RemoteEngine:
         self._why = ""
         self._killed = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name="remote-engine")
+
+    @property
+    def placed(self) -> float | None:
+        """See StartedEngine."""
+        return self._host.placed
 
     async def wait(self) -> object:
         """See StartedEngine."""
@@ -99,6 +116,8 @@ class RemoteEngine:
             await asyncio.wait([serving, killed])
             if not serving.cancelled() and (error := serving.exception()) is not None:
                 self._end(str(error) or type(error).__name__)
+                if not isinstance(error, StencilError):
+                    logger.error("an engine of another machine has failed", exc_info=error, extra=of_request(""))
             self._near.close()
             with suppress(TimeoutError):
                 async with asyncio.timeout(END_SECONDS):
@@ -110,12 +129,12 @@ class RemoteEngine:
             where = f"tcp://{address.address}:{address.port}"
             links = {name: connect(context, where, self._keys, address.key, name) for name in LINKS}
             try:
-                await self._pass_messages(links)
+                await self._pass_messages(links, where)
             finally:
                 for socket in links.values():
                     socket.close()
 
-    async def _pass_messages(self, links: dict[bytes, zmq.asyncio.Socket]) -> None:
+    async def _pass_messages(self, links: dict[bytes, zmq.asyncio.Socket], where: str) -> None:
         def transmit(link: bytes, frames: Frames) -> None:
             links[link].send_multipart(frames, zmq.NOBLOCK)
 
@@ -123,7 +142,7 @@ class RemoteEngine:
             self._near.send(payload, zmq.NOBLOCK)
 
         seconds = SILENT_SHARE * self._config.engine.hang_seconds
-        silent = f"its machine gave no sign of life in {seconds:g} s"
+        silent = f"its machine, {where}, gave no sign of life in {seconds:g} s"
         courier = ServerCourier(
             self._config.epoch, self._arena, transmit, to_client, lambda: self._end(silent), seconds
         )
@@ -139,8 +158,9 @@ class RemoteEngine:
             frames = await socket.recv_multipart()
             try:
                 courier.receive(name, frames)
-            except MessageError as error:
-                self._end(f"its host is out of order: {error}")
+            except MessageError as error:  # outputs are lost, so it cannot go on
+                return self._end(f"its host is out of order: {error}")
+            await asyncio.sleep(0)  # messages that are there already would let nothing else run
 
     async def _pass_on(self, courier: ServerCourier) -> None:
         while True:

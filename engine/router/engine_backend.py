@@ -14,6 +14,10 @@ class StartedEngine(Protocol):
     a request's memory any more.
     """
 
+    @property
+    def placed(self) -> float | None:
+        """When a machine had room for it, seconds of CLOCK_MONOTONIC; None: none has yet."""
+
     async def wait(self) -> object:
         """Wait until it is gone. Any number of tasks may wait."""
 

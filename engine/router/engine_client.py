@@ -78,7 +78,7 @@ OnReport = Callable[[LoadReport, EngineStats | None], None]
 class EngineClient:
     """Called in this order: start, ready, submit and abort, stop, close. The owner runs `run` as a task.
 
-    start_seconds: the engine is killed if it is not ready after this time.
+    start_seconds: the engine is killed if it is not ready this long after a machine had room for it.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class EngineClient:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.set_hwm(0)
         self._engine = self._backend.start(self._config, self._epoch, self._socket)
-        self._start_timer = asyncio.get_running_loop().call_later(self._start_seconds, self._on_slow_start)
+        self._limit_start(self._start_seconds)
 
     async def run(self) -> None:
         """Receive until the engine is gone; then fail all requests that still wait."""
@@ -129,7 +129,15 @@ class EngineClient:
         why = self._killed_for or f"the engine process died ({self._engine.describe_exit()})"
         self.fail(EngineDeadError(why))
 
+    def _limit_start(self, seconds: float) -> None:
+        self._start_timer = asyncio.get_running_loop().call_later(seconds, self._on_slow_start)
+
     def _on_slow_start(self) -> None:
+        assert self._engine is not None
+        now, placed = time.monotonic(), self._engine.placed
+        left = self._start_seconds + (now if placed is None else placed) - now
+        if left > 0:
+            return self._limit_start(left)
         self._kill(f"the engine did not serve within {self._start_seconds:g} s (--start-seconds) and was killed")
 
     def _on_silence(self) -> None:

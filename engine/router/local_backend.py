@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ class LocalEngine:
 
     def __init__(self, process: ChildProcess, folder: Path) -> None:
         """folder: with the socket; the process removes it when it has connected."""
+        self.placed = time.monotonic()
         self._process = process
         self._folder = folder
 

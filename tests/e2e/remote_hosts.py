@@ -79,6 +79,8 @@ class Relay:
 class ProcessHost:
     """A Host that is a child of this process."""
 
+    placed = 0.0
+
     def __init__(self, config: EngineConfig, hosts: list[ProcessHost]) -> None:
         self.process: SpawnedProcess | None = None
         self.config = config

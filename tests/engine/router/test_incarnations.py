@@ -86,6 +86,8 @@ class Engine:
         finally:
             link.close()
 
+    placed: float | None = 0.0
+
     async def wait(self) -> None:
         await asyncio.wait([self._task])
 
