@@ -1,4 +1,4 @@
-"""The code that a machine runs. With different code, machines would misread each other's messages or paint other bits."""
+"""The code that machines run. With different code they would misread each other's messages, or paint other bits."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -55,3 +56,45 @@ async def test_an_engine_whose_message_cannot_be_read_is_killed_and_its_requests
     (output,) = heard
     assert isinstance(output, Failed)
     assert output.failure.kind == "engine_dead"
+
+
+class Unplaced:
+    """Starts one engine, which is this one, for which no machine has room yet."""
+
+    placed: float | None = None
+
+    def __init__(self) -> None:
+        self._killed = asyncio.Event()
+
+    def start(self, config: EngineConfig, epoch: int, socket: zmq.asyncio.Socket) -> Unplaced:
+        return self
+
+    async def wait(self) -> object:
+        return await self._killed.wait()
+
+    async def stop(self, grace: float) -> object:
+        return await self.wait()
+
+    def kill(self) -> None:
+        self._killed.set()
+
+    def describe_exit(self) -> str:
+        return "it was ended"
+
+    def close(self) -> None:
+        pass
+
+
+async def test_the_time_limit_of_a_start_counts_from_when_there_is_room() -> None:
+    engine = Unplaced()
+    client = EngineClient(EngineConfig(), engine, lambda *ready: None, lambda *report: None, start_seconds=0.05)
+    client.start()
+    running = asyncio.create_task(client.run())
+    await asyncio.sleep(0.2)
+    assert client.error is None
+    engine.placed = time.monotonic()
+    error = await asyncio.wait_for(client.failed(), 20)
+    assert "did not serve within 0.05 s" in str(error)
+    assert time.monotonic() - engine.placed >= 0.05
+    await running
+    await client.close()
