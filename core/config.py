@@ -285,10 +285,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_size_local: int = 0  # with Ray: the first so many are processes of this machine all the same
     ray_address: str = "auto"  # of the cluster, see `ray.init`
     data_parallel_rank: int = 0  # number of this engine among them; set by the process that starts it
-    # Set for engines of other machines: how many engines share the machine's cores, and the number of this one among
-    # them, of which each has its own GPUs. None: it is of the API server's machine.
+    # Set for engines of other machines, which see no GPUs but their own: how many engines share the machine's cores.
+    # None: it is of the API server's machine.
     local_size: int | None = None
-    local_rank: int = 0
     # Of users. The classes that nodes of the op `run` compute with, and the workflows of such nodes.
     classes: tuple[RunClass, ...] = ()
     workflows: tuple[Workflow, ...] = ()
@@ -309,6 +308,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_integer("workers_per_engine", self.workers_per_engine, 1, 64)
         check_integer("data_parallel_size", self.data_parallel_size, 1, 256)
         check_integer("data_parallel_size_local", self.data_parallel_size_local, 0, 256)
+        check_matches("ray_address", self.ray_address, r"auto|[^/\s]+:[0-9]{1,5}", "auto or HOST:PORT")
         check_integer("data_parallel_rank", self.data_parallel_rank, 0, self.data_parallel_size - 1)
         for name in ("drain_seconds", "hang_seconds", "start_seconds"):
             check_decimal(name, getattr(self, name), 0)
@@ -374,8 +374,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.workers_per_engine * (self.num_local if self.local_size is None else self.local_size)
 
     def device_index(self, rank: int) -> int:
-        """Number of a worker of this engine among all workers: the GPU that it uses unless one is configured."""
-        number = self.data_parallel_rank if self.local_size is None else self.local_rank
+        """Number of a worker of this engine among all that it shares GPUs with: the GPU that it uses unless one is
+        configured."""
+        number = self.data_parallel_rank if self.local_size is None else 0
         return self.workers_per_engine * number + rank
 
 

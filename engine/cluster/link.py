@@ -52,6 +52,9 @@ class Link:
         self._last_sent = 0
         self._received = 0
         self._asked_at = -1  # what was received when a repetition was asked for; -1: nothing is awaited
+        # What the other end had when messages were repeated, unless this end has beaten since: who asks for the same
+        # again and again gets it once a beat.
+        self._repeated_after = -1
         self.unanswered_bytes = 0
         """Of messages that the other end is not known to have."""
 
@@ -65,6 +68,7 @@ class Link:
 
     def beat(self) -> None:
         """Tell the other end what was sent and received. To be called regularly."""
+        self._repeated_after = -1
         self._tell("beat")
 
     def answer(self) -> None:
@@ -90,7 +94,8 @@ class Link:
                 return frames[1:]
             case "content" | "beat" if header.number > self._received:
                 self._ask_for_missing(header)
-            case "repeat":
+            case "repeat" if header.received != self._repeated_after:
+                self._repeated_after = header.received
                 for sent in self._unanswered:
                     self._transmit_message(sent)
         return None

@@ -214,6 +214,14 @@ def bundle_of(config: EngineConfig, *, has_gpus: bool) -> dict[str, float]:
     return {"CPU": workers * max(1, model.threads or 1)}
 
 
+def at_machine(config: EngineConfig, bundle: Mapping[str, float], resources: Mapping[str, float]) -> EngineConfig:
+    """An engine's configuration on its machine. resources: all that the machine has. It shares the cores with as many
+    engines as have room there, and sees no GPUs but its own.
+    """
+    size = 1 if "GPU" in bundle else max(1, int(resources.get("CPU", 1) // bundle["CPU"]))
+    return msgspec.structs.replace(config, local_size=size, keeper="", launcher="")
+
+
 @ray.remote
 class _HostActor:
     """Runs an EngineHost in a worker process of Ray."""
@@ -229,9 +237,7 @@ class _HostActor:
         node = next(node for node in _nodes() if node["NodeID"] == context.get_node_id())
         check_same(digest, node["NodeManagerAddress"])
         config = msgspec.msgpack.decode(encoded, type=HostConfig)
-        key = "GPU" if "GPU" in bundle else "CPU"
-        room = max(1, int(node["Resources"].get(key, 1) // bundle[key]))
-        engine = msgspec.structs.replace(config.engine, local_size=room, local_rank=0, keeper="", launcher="")
+        engine = at_machine(config.engine, bundle, node["Resources"])
         config = msgspec.structs.replace(config, engine=engine, address=node["NodeManagerAddress"])
         listening: asyncio.Future[HostAddress] = asyncio.get_running_loop().create_future()
         self._running = asyncio.create_task(EngineHost(config).run(listening.set_result))

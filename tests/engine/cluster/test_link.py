@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import MessageError
-from engine.cluster.link import Link
+from engine.cluster.link import Header, Link
 
 EPOCH = 2**63 + 5
 
@@ -92,6 +93,22 @@ def test_a_repetition_is_asked_for_once() -> None:
     wire.deliver(1)
     wire.deliver(0)
     assert wire.delivered[1] == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_who_asks_again_and_again_gets_it_once_a_beat() -> None:
+    """A request of 20 bytes has megabytes sent."""
+    wire = Wire()
+    wire.ends[0].send(b"once")
+    wire.lose()
+    ask = msgspec.msgpack.encode(Header(EPOCH, "repeat", 0, 0))
+    for _ in range(3):
+        for _ in range(10):
+            assert wire.ends[0].receive([ask]) is None
+        assert sum(frames[-1] == b"once" for frames in wire.queues[0]) == 1
+        wire.lose()
+        wire.ends[0].beat()
+    wire.ends[0].receive([ask])
+    assert sum(frames[-1] == b"once" for frames in wire.queues[0]) == 1
 
 
 def test_what_came_already_does_nothing() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from core.config import EngineConfig, ModelConfig
-from core.errors import ConfigError
-from engine.cluster.ray_backend import bundle_of, check_authentication
+from core.errors import ConfigError, InvalidRequestError
+from engine.cluster.ray_backend import at_machine, bundle_of, check_authentication
+from model_executor.devices import pick_device
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,23 @@ def test_what_an_engine_asks_of_a_machine(
 ) -> None:
     config = EngineConfig(models=(ModelConfig(device=device, threads=threads),), workers_per_engine=workers)
     assert bundle_of(config, has_gpus=has_gpus) == bundle
+
+
+def test_an_engine_at_a_machine() -> None:
+    """Four engines of two workers share the cores; on a machine of four GPUs, each engine sees its own two alone."""
+    config = EngineConfig(workers_per_engine=2, data_parallel_size=8, data_parallel_rank=5, keeper="k", launcher="l")
+    here = at_machine(config, {"CPU": 2}, {"CPU": 8.0})
+    assert (here.num_workers, here.keeper, here.launcher) == (8, "", "")
+    there = at_machine(config, {"CPU": 1, "GPU": 2}, {"CPU": 8.0, "GPU": 4.0})
+    devices = [pick_device("auto", there.device_index(rank), there.num_workers, 2, "2,3") for rank in range(2)]
+    assert devices == ["cuda:0", "cuda:1"]
+
+
+@pytest.mark.parametrize("address", ["local", "ray://10.0.0.1:10001", "10.0.0.1", ""])
+def test_an_address_that_is_no_clusters(address: str) -> None:
+    """Of these, `ray.init` would start a cluster of its own, or take another way."""
+    with pytest.raises(InvalidRequestError, match="auto or HOST:PORT"):
+        EngineConfig(ray_address=address)
 
 
 def test_a_cluster_without_a_token_is_refused_beyond_loopback() -> None:
