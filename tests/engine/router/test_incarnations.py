@@ -118,6 +118,9 @@ class Backend:
         self.engines.append(Engine(address, epoch, self._times))
         return self.engines[-1]
 
+    async def close(self) -> None:
+        pass
+
 
 @asynccontextmanager
 async def serving(backend: Backend) -> AsyncIterator[Router]:
