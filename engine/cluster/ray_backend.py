@@ -13,9 +13,13 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -45,6 +49,9 @@ TELL_SECONDS = 10.0
 
 REACH_SECONDS = 5.0
 """How long to try whether anything listens at the cluster's address."""
+
+JOIN_SECONDS = 60.0
+"""How long joining a cluster may take: less than a second where it is there, and no machine of it is busy."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -175,27 +182,60 @@ def _reason(error: RayError) -> str:
 
 def join(address: str) -> None:
     """Make this process a client of the Ray cluster at this address. Raises ConfigError."""
-    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-    if address.startswith(LOOPBACK):  # Ray would say which address this machine has in its network
-        options["_node_ip_address"] = LOOPBACK
     try:
         if address != "auto":
             host, _, port = address.rpartition(":")
-            socket.create_connection((host, int(port)), REACH_SECONDS).close()  # Ray would try for minutes
-        ray.init(address=address, namespace=NAMESPACE, **options)
+            socket.create_connection((host, int(port)), REACH_SECONDS).close()
+        _within(JOIN_SECONDS, lambda: _connect(address))
     except (RayError, OSError, ValueError, RuntimeError) as error:
         message = f"there is no Ray cluster at {address}: {error}; start one with `ray start --head`"
         raise ConfigError(message) from error
-    check_authentication([str(node["NodeManagerAddress"]) for node in _nodes()], os.environ)
+    addresses = [str(node["NodeManagerAddress"]) for node in _nodes()]
+    check_authentication(addresses, lambda: _answers_without_token(ray.get_runtime_context().gcs_address))
 
 
-def check_authentication(addresses: Iterable[str], environment: Mapping[str, str]) -> None:
-    """Raises ConfigError for a cluster that whoever reaches its ports may run anything on."""
-    if environment.get("RAY_AUTH_MODE") != "token" and any(not each.startswith("127.") for each in addresses):
+def _connect(address: str) -> None:
+    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    if address.startswith(LOOPBACK):  # Ray would say which address this machine has in its network
+        options["_node_ip_address"] = LOOPBACK
+    ray.init(address=address, namespace=NAMESPACE, **options)
+
+
+def _within(seconds: float, function: Callable[[], None]) -> None:
+    """Run what Ray may try for minutes, in a thread that keeps no process from ending. Raises its error, or
+    TimeoutError."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(function())
+        except BaseException as error:
+            done.set_exception(error)
+
+    Thread(target=run, name="join-ray", daemon=True).start()
+    try:
+        done.result(seconds)
+    except TimeoutError as error:
+        raise TimeoutError(f"no answer in {seconds:g} s") from error
+
+
+def check_authentication(addresses: Iterable[str], answers_without_token: Callable[[], bool]) -> None:
+    """Raises ConfigError for a cluster that whoever reaches its ports may run anything on. answers_without_token: asked
+    only if the cluster is not on this machine alone.
+    """
+    if any(not each.startswith("127.") for each in addresses) and answers_without_token():
         raise ConfigError(
             "the Ray cluster asks for no token, so that whoever reaches its ports may run anything on it; start it and "
             "this server with RAY_AUTH_MODE=token (docs/cluster.md)"
         )
+
+
+def _answers_without_token(address: str) -> bool:
+    """Whether the cluster serves who has none. Asked by another process: Ray reads its settings once."""
+    command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "status", "--address", address]
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    asked = subprocess.run(command, env=environment, timeout=JOIN_SECONDS, check=False, capture_output=True, text=True)
+    return "InvalidAuthToken" not in asked.stdout + asked.stderr
 
 
 def _nodes() -> list[dict[str, Any]]:

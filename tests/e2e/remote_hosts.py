@@ -56,6 +56,7 @@ class Relay:
 
         async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self.num_connections += 1
+            self._writers.add(writer)  # before the way on is there, or `close` would miss it
             try:
                 far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
             except ConnectionError:  # the host has ended

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+import time
+
 import pytest
 
 from core.config import EngineConfig, ModelConfig
 from core.errors import ConfigError, InvalidRequestError
-from engine.cluster.ray_backend import at_machine, bundle_of, check_authentication
+from engine.cluster.ray_backend import at_machine, bundle_of, check_authentication, join
 from model_executor.devices import pick_device
 
 
@@ -45,7 +50,36 @@ def test_an_address_that_is_no_clusters(address: str) -> None:
 
 
 def test_a_cluster_without_a_token_is_refused_beyond_loopback() -> None:
-    check_authentication(["127.0.0.1", "127.0.0.1"], {})
-    check_authentication(["10.0.0.1", "127.0.0.1"], {"RAY_AUTH_MODE": "token"})
+    check_authentication(["127.0.0.1", "127.0.0.1"], lambda: True)
+    check_authentication(["10.0.0.1", "127.0.0.1"], lambda: False)
     with pytest.raises(ConfigError, match="RAY_AUTH_MODE=token"):
-        check_authentication(["10.0.0.1", "127.0.0.1"], {})
+        check_authentication(["10.0.0.1", "127.0.0.1"], lambda: True)
+
+
+def test_an_address_where_nothing_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=f"there is no Ray cluster at {address}: .*refused"):
+        join(address)
+    assert time.monotonic() - began < 5.0
+
+
+SILENT = """
+import socket
+from core.errors import ConfigError
+from engine.cluster import ray_backend
+
+ray_backend.JOIN_SECONDS = 1.0
+server = socket.create_server(("127.0.0.1", 0))
+try:
+    ray_backend.join(f"127.0.0.1:{server.getsockname()[1]}")
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_an_address_where_something_else_listens() -> None:
+    """Ray would wait for minutes, and with it the process that is to end."""
+    ran = subprocess.run([sys.executable, "-c", SILENT], check=True, capture_output=True, text=True, timeout=60)
+    assert "no answer in 1 s" in ran.stdout
