@@ -76,12 +76,14 @@ class RayBackend:
         """Leave the cluster, which ends what is still there of this process."""
         if self._joining is not None:
             await asyncio.wait([self._joining])
-            await asyncio.to_thread(ray.shutdown)
+            if ray.is_initialized():
+                await asyncio.to_thread(ray.shutdown)
 
     async def _join(self) -> None:
         """Become a client of the cluster, once. Raises ConfigError."""
         if self._joining is None:
             self._joining = asyncio.create_task(asyncio.to_thread(join, self._address))
+            self._joining.add_done_callback(_retrieve)
         await asyncio.shield(self._joining)
 
 
@@ -118,7 +120,7 @@ class RayHost:
     async def _call(self, function: Callable[[], None]) -> None:
         """Run what waits for Ray in a thread. It goes on when this is cancelled; `end` waits for it."""
         self._calling = asyncio.create_task(asyncio.to_thread(function))
-        self._calling.add_done_callback(lambda calling: calling.cancelled() or calling.exception())
+        self._calling.add_done_callback(_retrieve)
         await asyncio.shield(self._calling)
 
     def _make_group(self) -> None:
@@ -128,6 +130,7 @@ class RayHost:
             self._remove()
 
     def _make_actor(self) -> None:
+        assert self._group is not None
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
         options = {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": strategy, "max_concurrency": 4}
         needs = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle.get("GPU", 0)}
@@ -147,7 +150,9 @@ class RayHost:
         except RayError as error:
             raise EngineDeadError(f"no machine was found for it: {_reason(error)}") from error
         finally:
-            ready.cancel()  # nobody asks any more whether the group, which `end` removes, was placed
+            ready.cancel()  # or it would fail when `end` removes the group
+            if ready.done():
+                _retrieve(ready)
 
     async def wait(self) -> str:
         """See Host."""
@@ -171,6 +176,12 @@ class RayHost:
         if self._group is not None:
             with suppress(RayError):
                 remove_placement_group(self._group)
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Take the error of what may have nobody left who waits for it: the event loop would log it."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _reason(error: RayError) -> str:
@@ -208,9 +219,11 @@ def _within(seconds: float, function: Callable[[], None]) -> None:
 
     def run() -> None:
         try:
-            done.set_result(function())
+            function()
         except BaseException as error:
             done.set_exception(error)
+        else:
+            done.set_result(None)
 
     Thread(target=run, name="join-ray", daemon=True).start()
     try:
