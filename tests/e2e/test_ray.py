@@ -5,6 +5,8 @@ network namespace of their own.
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -16,7 +18,9 @@ import pytest_asyncio
 from fault_kit import EDITS, Told, begin, ends, run_each, start, until
 from ray_machines import Machines, machines
 
+from core.config import EngineConfig, ModelConfig
 from engine.client.async_engine import AsyncEngine
+from engine.cluster.host_config import HostConfig
 from engine.router import engine_replica
 
 pytestmark = [pytest.mark.ray, pytest.mark.asyncio(loop_scope="module")]
@@ -65,6 +69,35 @@ async def test_engines_are_on_both_machines_and_paint_the_bits_of_one_here(
     assert await ends(await begin(engine, EDITS)) == expected
 
 
+async def test_an_engine_without_room_that_is_ended_leaves_nothing(cluster: Cluster, tiny_checkpoint: Path) -> None:
+    """Whenever it is ended. Nothing is logged by the event loop, either."""
+
+    from ray.util import placement_group_table
+
+    from engine.cluster.ray_backend import RayHost
+
+    async def joined() -> None:
+        pass
+
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+    config = EngineConfig(models=(ModelConfig(model=str(tiny_checkpoint), threads=1),))
+    for seconds in (0.0, 0.01, 1.0):
+        host = RayHost(config, joined)
+        task = asyncio.create_task(host.start(HostConfig(config, 4096, 1, b"")))
+        await asyncio.sleep(seconds)
+        assert host.placed is None
+        task.cancel()
+        await asyncio.wait([task])
+        await host.end()
+        del host, task
+    await asyncio.sleep(1.0)
+    gc.collect()
+    assert errors == []
+    states = sorted(group["state"] for group in placement_group_table().values())
+    assert [state for state in states if state != "REMOVED"] == ["CREATED", "CREATED"]
+
+
 async def test_a_host_that_dies(cluster: Cluster, expected: dict[str, Told]) -> None:
     engine, found = cluster
     family = tree(hosts(found.raylets[0])[0])
@@ -108,3 +141,19 @@ async def test_a_machine_that_stops_is_given_up(cluster: Cluster, expected: dict
         await asyncio.to_thread(found.add)
     await until(lambda: all(engine.alive))
     assert await run_each(engine, EDITS) == expected
+
+
+async def test_a_server_that_dies_leaves_nothing(cluster: Cluster, tiny_checkpoint: Path) -> None:
+    _, found = cluster
+    await asyncio.to_thread(found.add)
+    flags = ["--model", str(tiny_checkpoint), "--threads", "1", "--data-parallel-backend", "ray", "--port", "0"]
+    command = [sys.executable, "-P", "-m", "entrypoints.serve", *flags, "--ray-address", found.address]
+    server = await asyncio.create_subprocess_exec(*command)
+    try:
+        await until(lambda: hosts(found.raylets[-1]) != [])
+        family = [each for host in hosts(found.raylets[-1]) for each in tree(host)]
+    finally:
+        server.kill()
+        await server.wait()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=5)
+    assert not alive
