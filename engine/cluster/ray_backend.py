@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import msgspec
@@ -85,6 +85,7 @@ class RayBackend:
             self._joining = asyncio.create_task(asyncio.to_thread(join, self._address))
             self._joining.add_done_callback(_retrieve)
         await asyncio.shield(self._joining)
+        _restore_signal_handlers()
 
 
 class RayHost:
@@ -176,6 +177,14 @@ class RayHost:
         if self._group is not None:
             with suppress(RayError):
                 remove_placement_group(self._group)
+
+
+def _restore_signal_handlers() -> None:
+    """Take back what `ray.init` has done below Python: it would tell of each SIGTERM as if the process had crashed."""
+    if current_thread() is main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if (handler := signal.getsignal(number)) is not None:
+                signal.signal(number, handler)
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
