@@ -81,7 +81,7 @@ class HostCourier(Courier):
             payload = with_body(payload, encode(self._named(message)))
         arrays = [array for output in message.outputs for array in self._made(output)]
         ended = [each.request_id for each in message.outputs if not isinstance(each, PartialImage | AdaptersUsed)]
-        # Out of sight at once: a request that the engine failed may come again while the arrays of others are sent.
+        # At once: a request that the engine has failed may come again before its memory is freed.
         gone = [self._held.pop(request_id) for request_id in ended if request_id in self._held]
         self._send(payload, arrays, lambda: self._free(gone))
 
