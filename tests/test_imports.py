@@ -186,7 +186,10 @@ LAWS = {
     "engine.engine_core": Law((*SHARED, "engine.engine_core", "engine.observability", EXECUTOR), ENGINE),
     "engine.router": Law((*SHARED, "engine.router", "engine.engine_core", "engine.observability"), ENGINE),
     "engine.cluster": Law((*SHARED, *HOSTS, "engine.cluster"), ENGINE),
-    "engine.cluster.ray_backend": Law((*SHARED, *HOSTS, "engine.cluster"), ENGINE | {"ray"}),
+    **{
+        f"engine.cluster.{name}": Law((*SHARED, *HOSTS, "engine.cluster"), ENGINE | {"ray"})
+        for name in ("host_actor", "ray_backend", "ray_cluster", "ray_host")
+    },
     "engine.client": Law((*SHARED, *SEEN, "engine.images", "engine.router", "engine.cluster"), ENGINE),
     "entrypoints.playground": Law(("entrypoints.playground",), ENTRY),
     "entrypoints.comfy_api": Law(

@@ -75,7 +75,7 @@ async def test_an_engine_without_room_that_is_ended_leaves_nothing(cluster: Clus
 
     from ray.util import placement_group_table
 
-    from engine.cluster.ray_backend import RayHost
+    from engine.cluster.ray_host import RayHost
 
     async def joined() -> None:
         pass

@@ -11,7 +11,8 @@ import pytest
 
 from core.config import EngineConfig, ModelConfig
 from core.errors import ConfigError, InvalidRequestError
-from engine.cluster.ray_backend import at_machine, bundle_of, check_authentication, join
+from engine.cluster.engine_bundle import at_machine, bundle_of
+from engine.cluster.ray_cluster import check_authentication, join
 from model_executor.devices import pick_device
 
 
@@ -68,12 +69,12 @@ def test_an_address_where_nothing_listens() -> None:
 SILENT = """
 import socket
 from core.errors import ConfigError
-from engine.cluster import ray_backend
+from engine.cluster import ray_cluster
 
-ray_backend.JOIN_SECONDS = 1.0
+ray_cluster.JOIN_SECONDS = 1.0
 server = socket.create_server(("127.0.0.1", 0))
 try:
-    ray_backend.join(f"127.0.0.1:{server.getsockname()[1]}")
+    ray_cluster.join(f"127.0.0.1:{server.getsockname()[1]}")
 except ConfigError as error:
     print(error)
 """
