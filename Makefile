@@ -12,7 +12,7 @@ ARGS ?=
 BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-found-masks bench-shared-denoiser bench-two-workflows bench-twelve-workflows bench-workflows bench-written-workflow bench-adapter-wait bench-approximate-caching bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-controlnet-beside bench-workflow-node bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate soak
 
 .DEFAULT_GOAL := help
-.PHONY: $(BENCHMARKS) help serve test test-slow test-latest test-browser fuzz lint types format wheel train-embedded train-edges train-segmenter train-unet gpu-run bench-playground calibrate profile clean
+.PHONY: $(BENCHMARKS) help serve test test-ray test-slow test-latest test-browser fuzz lint types format wheel train-embedded train-edges train-segmenter train-unet gpu-run bench-playground calibrate profile clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -25,6 +25,9 @@ test: $(DEV)  ## Run the tests, three at a time, since many of them wait; pytest
 
 test-slow: $(DEV)  ## Run the tests that take minutes each: a GPU machine's run in small, compiled layers, calibration
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+test-ray: $(DEV)  ## Run the tests with a Ray cluster of two machines, in a network namespace with loopback alone
+	unshare --net --map-root-user sh -c 'ip link set lo up && exec $(BIN)/python -m pytest -q -m ray tests/e2e/test_ray.py $(ARGS)'
 
 test-latest:  ## Run the tests with the newest releases that pyproject.toml allows, in .venv-latest: once a week
 	rm -rf $(LATEST)

@@ -21,6 +21,9 @@ from core.skip_level import SkipLevel
 from core.step_schedule import StepScheduleName
 from core.validation import check_choice, check_decimal, check_integer, check_matches, conform
 
+DataParallelBackend = Literal["mp", "ray"]
+"""What starts engines. mp: this process, on its machine. ray: a Ray cluster, on the machines that it finds room on."""
+
 Quantization = Literal["none", "torchao-int8", "bitsandbytes-8bit", "bitsandbytes-4bit"]
 """How a transformer's weights are quantised while they are loaded: package and format."""
 
@@ -277,8 +280,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     # Processes.
     workers_per_engine: int = 1
-    data_parallel_size: int = 1  # engines on this machine; they share its cores, and each has its own GPUs
+    data_parallel_size: int = 1  # engines
+    data_parallel_backend: DataParallelBackend = "mp"  # what starts them: processes of this machine, or a Ray cluster
+    data_parallel_size_local: int = 0  # with Ray: the first so many are processes of this machine all the same
+    ray_address: str = "auto"  # of the cluster, see `ray.init`
     data_parallel_rank: int = 0  # number of this engine among them; set by the process that starts it
+    # Set for engines of other machines, which see no GPUs but their own: how many engines share the machine's cores.
+    # None: it is of the API server's machine.
+    local_size: int | None = None
     # Of users. The classes that nodes of the op `run` compute with, and the workflows of such nodes.
     classes: tuple[RunClass, ...] = ()
     workflows: tuple[Workflow, ...] = ()
@@ -298,6 +307,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         conform(self)
         check_integer("workers_per_engine", self.workers_per_engine, 1, 64)
         check_integer("data_parallel_size", self.data_parallel_size, 1, 256)
+        check_integer("data_parallel_size_local", self.data_parallel_size_local, 0, 256)
+        check_matches("ray_address", self.ray_address, r"auto|[^/\s]+:[0-9]{1,5}", "auto or HOST:PORT")
         check_integer("data_parallel_rank", self.data_parallel_rank, 0, self.data_parallel_size - 1)
         for name in ("drain_seconds", "hang_seconds", "start_seconds"):
             check_decimal(name, getattr(self, name), 0)
@@ -352,13 +363,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, models=self.models_of(rank), engines={}, data_parallel_rank=rank)
 
     @property
+    def num_local(self) -> int:
+        """Engines that are processes of the API server's machine."""
+        is_local = self.data_parallel_backend == "mp"
+        return self.data_parallel_size if is_local else min(self.data_parallel_size_local, self.data_parallel_size)
+
+    @property
     def num_workers(self) -> int:
         """Workers of all engines on this machine."""
-        return self.workers_per_engine * self.data_parallel_size
+        return self.workers_per_engine * (self.num_local if self.local_size is None else self.local_size)
 
     def device_index(self, rank: int) -> int:
-        """Number of a worker of this engine among all workers: the GPU that it uses unless one is configured."""
-        return self.workers_per_engine * self.data_parallel_rank + rank
+        """Number of a worker of this engine among all that it shares GPUs with: the GPU that it uses unless one is
+        configured."""
+        number = self.data_parallel_rank if self.local_size is None else 0
+        return self.workers_per_engine * number + rank
 
 
 def _check_models(models: Sequence[ModelConfig]) -> None:

@@ -398,6 +398,24 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             bounds=(1, 256),
         ),
         Flag(
+            "--data-parallel-backend",
+            EngineConfig,
+            "what starts engines; mp: the server, on its machine; ray: a Ray cluster (docs/cluster.md)",
+        ),
+        Flag(
+            "--data-parallel-size-local",
+            EngineConfig,
+            "with --data-parallel-backend ray: engines that are on the server's machine all the same",
+            "N",
+            bounds=(0, 256),
+        ),
+        Flag(
+            "--ray-address",
+            EngineConfig,
+            "the Ray cluster's address; auto: the one that this machine is of",
+            "HOST:PORT",
+        ),
+        Flag(
             "--router-policy",
             StencilConfig,
             "how an edit's engine is chosen; mask-aware: the one predicted to finish it first",

@@ -103,6 +103,8 @@ ENTRY = ENGINE - {"zmq"} | {"fastapi", "httptools", "python_multipart", "starlet
 CLIENT = below("engine.client")
 SEEN = (*CLIENT, "engine.observability")
 """Modules of the engine that entrypoints may import."""
+HOSTS = ("engine.router", "engine.engine_core", "engine.client.processes")
+"""What a host of engines uses of the processes that it stands for."""
 OPENAI = "entrypoints.openai"
 
 
@@ -183,7 +185,12 @@ LAWS = {
     "engine.observability.otlp_tracing": Law(("engine.observability",), frozenset({"opentelemetry"})),
     "engine.engine_core": Law((*SHARED, "engine.engine_core", "engine.observability", EXECUTOR), ENGINE),
     "engine.router": Law((*SHARED, "engine.router", "engine.engine_core", "engine.observability"), ENGINE),
-    "engine.client": Law((*SHARED, *SEEN, "engine.images", "engine.router"), ENGINE),
+    "engine.cluster": Law((*SHARED, *HOSTS, "engine.cluster"), ENGINE),
+    **{
+        f"engine.cluster.{name}": Law((*SHARED, *HOSTS, "engine.cluster"), ENGINE | {"ray"})
+        for name in ("host_actor", "ray_backend", "ray_cluster", "ray_host")
+    },
+    "engine.client": Law((*SHARED, *SEEN, "engine.images", "engine.router", "engine.cluster"), ENGINE),
     "entrypoints.playground": Law(("entrypoints.playground",), ENTRY),
     "entrypoints.comfy_api": Law(
         (*SHARED, *SEEN, "entrypoints", "entrypoints.comfy_api", *below("entrypoints.workflows"), *below(OPENAI)), ENTRY

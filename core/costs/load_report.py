@@ -4,13 +4,13 @@ A report is sent when its content changes (a request came, began or ended; pages
 between, the router estimates how far the steps have come. It contains the running requests and what has changed since
 the last report, so that it does not grow with the number of waiting ones; the router keeps a copy of the queue
 (`core/routing/engine_queue.py`). All times are seconds, predicted by the engine's cost model unless a name says
-otherwise.
+otherwise. `moved` is what messages need of the types with times of a clock, see `core.messages.engine_birth`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
@@ -35,6 +35,10 @@ class RequestLoad(msgspec.Struct, frozen=True, array_like=True):
         """All of its work, without the constant part of its steps."""
         return self.steps_left * self.step_seconds + self.other_seconds
 
+    def moved(self, seconds: float) -> Self:
+        """The same with a time that is so many seconds later."""
+        return msgspec.structs.replace(self, arrival=self.arrival + seconds)
+
 
 class Queued(msgspec.Struct, frozen=True, array_like=True, tag="queued"):
     """An edit has joined the queue. Its load stays as it is until it begins."""
@@ -42,6 +46,10 @@ class Queued(msgspec.Struct, frozen=True, array_like=True, tag="queued"):
     request_id: str
     load: RequestLoad
     due: float  # see counts_as_due in core.scheduling.requests.fair_queue
+
+    def moved(self, seconds: float) -> Self:
+        """The same with times that are so many seconds later."""
+        return msgspec.structs.replace(self, load=self.load.moved(seconds), due=self.due + seconds)
 
 
 class Begun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):
@@ -150,6 +158,15 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
         """Ids of the edits that a worker was given for the first time since the last report."""
         return (change.request_id for change in self.queue if isinstance(change, Begun))
 
+    def moved(self, seconds: float) -> Self:
+        """The same with times that are so many seconds later."""
+        return msgspec.structs.replace(
+            self,
+            running={request_id: load.moved(seconds) for request_id, load in self.running.items()},
+            queue=tuple(change.moved(seconds) if isinstance(change, Queued) else change for change in self.queue),
+            refused={model: until + seconds for model, until in self.refused.items()},
+        )
+
 
 class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of the activation cache, in entries (a template's pages at one noise level, or its clean latents). Made by
@@ -181,9 +198,13 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     seconds: float  # measured, of the worker
     predicted_seconds: float
     bound_seconds: float  # the part of the prediction that grows with the tokens, which batching cannot save
-    started: float = 0.0  # monotonic seconds, the same clock in all processes of a host
+    started: float = 0.0  # monotonic seconds
     request_ids: tuple[str, ...] = ()  # one per image
     degree: int = 1  # ranks that computed it together
+
+    def moved(self, seconds: float) -> Self:
+        """The same with a time that is so many seconds later."""
+        return msgspec.structs.replace(self, started=self.started + seconds)
 
 
 class RankStats(msgspec.Struct, frozen=True):
@@ -211,6 +232,10 @@ class QuarantinedModel(msgspec.Struct, frozen=True, array_like=True):
     since: float
     until: float  # when it is tried again
     controlnets: tuple[str, ...] = ()  # names of those that are refused where they steer a step together; (): the model
+
+    def moved(self, seconds: float) -> Self:
+        """The same with times that are so many seconds later."""
+        return msgspec.structs.replace(self, since=self.since + seconds, until=self.until + seconds)
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,3 +265,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     def resident_models(self) -> tuple[LoadedComponent, ...]:
         """Components that any rank has loaded."""
         return tuple(dict.fromkeys(loaded for rank in self.ranks for loaded in rank.resident_models))
+
+    def moved(self, seconds: float) -> Self:
+        """The same with times that are so many seconds later."""
+        return msgspec.structs.replace(
+            self,
+            recent_steps=tuple(sample.moved(seconds) for sample in self.recent_steps),
+            quarantine=tuple(each.moved(seconds) for each in self.quarantine),
+        )

@@ -86,7 +86,7 @@ class Arena:
             raise ValueError(f"arena {self.id} is closed")
         if ref.arena != self.id:
             raise ValueError(f"a handle on arena {ref.arena} was given to arena {self.id}")
-        end = ref.offset + _nbytes(ref)
+        end = ref.offset + array_bytes(ref)
         if ref.offset < 0 or end > self.size:
             raise ValueError(f"bytes {ref.offset}..{end} lie outside arena {self.id} of {self.size} bytes")
         return self._bytes[ref.offset : end].view(ref.dtype).reshape(ref.shape)
@@ -184,13 +184,13 @@ def carve(region: ArrayRef, offset: int, shape: tuple[int, ...], dtype: str) -> 
     Raises ValueError if it does not fit, is misaligned for its dtype, or has no plain dtype.
     """
     part = ArrayRef(region.arena, region.offset + offset, shape, dtype)
-    if offset < 0 or offset + _nbytes(part) > _nbytes(region):
-        raise ValueError(f"{dtype} {shape} at byte {offset} does not fit into a region of {_nbytes(region)} bytes")
+    if offset < 0 or offset + array_bytes(part) > array_bytes(region):
+        raise ValueError(f"{dtype} {shape} at byte {offset} does not fit into a region of {array_bytes(region)} bytes")
     return part
 
 
-def _nbytes(ref: ArrayRef) -> int:
-    """Bytes of the array. Raises ValueError for an invalid shape, dtype or alignment."""
+def array_bytes(ref: ArrayRef) -> int:
+    """Bytes of an array. Raises ValueError for an invalid shape, dtype or alignment."""
     if any(side < 0 for side in ref.shape):
         raise ValueError(f"negative side in shape {ref.shape}")
     itemsize = _itemsize(ref.dtype)

@@ -42,7 +42,7 @@ class MessageDecoder(Generic[T]):
     def __init__(self, union: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union, dec_hook=_decode_member)
 
-    def decode(self, payload: bytes) -> T:
+    def decode(self, payload: bytes | memoryview) -> T:
         """The message. Raises MessageError; its cause is a StencilError if a value is out of its field's range."""
         try:
             return self._decoder.decode(payload)
@@ -50,7 +50,7 @@ class MessageDecoder(Generic[T]):
             raise MessageError(f"a message cannot be decoded: {error}") from error
 
 
-def read_member(payload: bytes, name: str, kind: type[T]) -> T | None:
+def read_member(payload: bytes | memoryview, name: str, kind: type[T]) -> T | None:
     """One member of a message that cannot be decoded as a whole; None if this cannot be read either."""
     try:
         members = msgspec.msgpack.decode(payload, type=dict[str, msgspec.Raw])

@@ -1,6 +1,12 @@
-"""Messages from the API server to an EngineCore, and back."""
+"""Messages from the API server to an EngineCore, and back.
+
+In both processes their times are seconds of its own CLOCK_MONOTONIC; `moved` makes the engine's ages of them, which
+travel, and back (`engine_birth.py`).
+"""
 
 from __future__ import annotations
+
+from typing import Self, TypeVar
 
 import msgspec
 
@@ -16,7 +22,15 @@ from core.patches import PatchSet
 from core.sampler_defaults import LEFT_OPEN, SamplerDefaults
 
 
-class EngineRequest(Message, frozen=True):
+class TimedMessage(Message, frozen=True):
+    """A message with times."""
+
+    def moved(self, seconds: float) -> Self:
+        """The same message with times that are so many seconds later."""
+        raise NotImplementedError
+
+
+class EngineRequest(TimedMessage, frozen=True):
     """One request to an engine: a head that all kinds of request have, and the spec. Sent by the API server."""
 
     request_id: str
@@ -24,7 +38,7 @@ class EngineRequest(Message, frozen=True):
     workflow: str  # name, see core.graph.catalog
     spec: Spec  # what it asks for
     rounds: tuple[int, ...]  # of each of the workflow's regions, at least 1
-    # When and for whom. Times are monotonic seconds.
+    # When and for whom.
     arrival: float
     priority: int = 0  # lower goes first
     deadline: float | None = None  # after it the result is useless
@@ -41,8 +55,16 @@ class EngineRequest(Message, frozen=True):
         assert isinstance(self.spec, PictureSpec), f"{self.request_id} asks for no picture"
         return self.spec
 
+    def moved(self, seconds: float) -> Self:
+        return msgspec.structs.replace(
+            self,
+            arrival=self.arrival + seconds,
+            deadline=None if self.deadline is None else self.deadline + seconds,
+            objective=None if self.objective is None else self.objective + seconds,
+        )
 
-class PrimeTemplate(Message, frozen=True):
+
+class PrimeTemplate(TimedMessage, frozen=True):
     """Make a template's pages and keep them. The array is in the sender's arena and stays valid until the terminal
     message. Sent by the API server.
     """
@@ -56,11 +78,14 @@ class PrimeTemplate(Message, frozen=True):
     content_id: str
     # Set by the sender.
     num_tokens: int  # image tokens of the template
-    arrival: float  # monotonic seconds
+    arrival: float
     is_idle_work: bool = False  # to be computed only when there is no other work
     cache_salt: str = ""  # see CacheConfig.salt
     patches: PatchSet = ()  # of the edits that the pages are for
     owner: str = ""  # see EngineRequest
+
+    def moved(self, seconds: float) -> Self:
+        return msgspec.structs.replace(self, arrival=self.arrival + seconds)
 
 
 class DropTemplate(Message, frozen=True):
@@ -116,7 +141,7 @@ class AdaptersUsed(Message, frozen=True):
     step: int
 
 
-class Finished(Message, frozen=True):
+class Finished(TimedMessage, frozen=True):
     """Terminal. The last of the request's `pixels` holds the image."""
 
     request_id: str
@@ -127,13 +152,16 @@ class Finished(Message, frozen=True):
     tier: Tier | None  # the slowest tier that its pages came from; None unless a hit
     is_primed: bool  # pages were primed for it, by itself or by an earlier edit of its template
     full_blocks: int  # most blocks that one of its mask-aware steps computed in full
-    made: float  # when the workers had finished it, seconds of CLOCK_MONOTONIC
+    made: float  # when the workers had finished it
     degrees: tuple[int, ...] = ()  # of each computed step, the number of ranks that computed it together
     steps_without_lora: int | None = None  # first steps without its late adapters; None: it had none that were late
     active_tokens: int | None = None  # of the mask that was found; None: none was asked for
     mask_score: float = 0.0  # how sure the segmenter was, 0..1
     # Of the results of users' classes, by name; their bytes are at their places.
     shapes: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
+
+    def moved(self, seconds: float) -> Self:
+        return msgspec.structs.replace(self, made=self.made + seconds)
 
 
 class TemplatePrimed(Message, frozen=True):
@@ -174,7 +202,7 @@ class Aborted(Message, frozen=True):
     request_id: str
 
 
-class EngineOutputs(Message, frozen=True):
+class EngineOutputs(TimedMessage, frozen=True):
     """The outputs of one iteration of the engine, with its load."""
 
     outputs: tuple[
@@ -183,12 +211,20 @@ class EngineOutputs(Message, frozen=True):
     load: LoadReport
     stats: EngineStats | None = None  # None if the last ones are recent enough
 
+    def moved(self, seconds: float) -> Self:
+        return msgspec.structs.replace(
+            self,
+            outputs=tuple(moved(output, seconds) for output in self.outputs),
+            load=self.load.moved(seconds),
+            stats=None if self.stats is None else self.stats.moved(seconds),
+        )
+
 
 class EngineAlive(Message, frozen=True):
     """Heartbeat: the engine's event loop is running. Sent regularly, from the start of its process to the end."""
 
 
-class EngineFailed(Message, frozen=True):
+class EngineFailed(TimedMessage, frozen=True):
     """The engine cannot continue, or could not start."""
 
     failure: Failure
@@ -197,5 +233,16 @@ class EngineFailed(Message, frozen=True):
         Finished | TemplatePrimed | AdapterAdded | WorkflowAdded | PartialImage | AdaptersUsed | Failed | Aborted, ...
     ] = ()
 
+    def moved(self, seconds: float) -> Self:
+        return msgspec.structs.replace(self, outputs=tuple(moved(output, seconds) for output in self.outputs))
+
 
 FromEngine = EngineReady | EngineOutputs | EngineAlive | EngineFailed
+
+
+M = TypeVar("M", bound=Message)
+
+
+def moved(message: M, seconds: float) -> M:
+    """A message of this file with times, if it has any, that are so many seconds later."""
+    return message.moved(seconds) if isinstance(message, TimedMessage) else message

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from core.config import StencilConfig
+from core.config import EngineConfig, StencilConfig
+from core.errors import ConfigError
+from core.ipc.shared_array import Arena
 from engine.client.admission.admission_controller import AdmissionController
 from engine.client.processes.keeper_process import KeeperProcess, needs_keeper
 from engine.client.processes.worker_launcher import needs_launcher, worker_launcher
@@ -20,6 +22,8 @@ from engine.client.templates.template_registry import TemplateRegistry
 from engine.client.templates.template_store import TemplateStore
 from engine.images.image_pool import ImagePool
 from engine.observability.metrics import Metrics
+from engine.router.engine_backend import EngineBackend
+from engine.router.local_backend import LocalBackend
 from engine.router.router import Router
 
 
@@ -54,15 +58,16 @@ class Services:
         ConfigError if there is no room for the arena."""
         arena = ClientArena(config.shared_bytes)
         states = KeptStates(config.approximate_cache_bytes, arena)
-        keeper = KeeperProcess() if needs_keeper(config.engine) else None
+        is_needed = config.engine.num_local > 0  # other machines have their own
+        keeper = KeeperProcess() if is_needed and needs_keeper(config.engine) else None
         with ExitStack() as stack:  # the launcher ends unless all are made
-            address = stack.enter_context(worker_launcher.used()) if needs_launcher(config.engine) else ""
+            address = stack.enter_context(worker_launcher.used()) if is_needed and needs_launcher(config.engine) else ""
             engine = msgspec.structs.replace(
                 config.engine,
                 keeper="" if keeper is None else keeper.address,
                 launcher=address,
             )
-            router = Router(msgspec.structs.replace(config, engine=engine), arena.shared, metrics)
+            router = Router(msgspec.structs.replace(config, engine=engine), _backend(engine, arena.shared), metrics)
             return cls(
                 config=config,
                 metrics=metrics,
@@ -78,3 +83,14 @@ class Services:
                 keeper=keeper,
                 launcher=stack.pop_all(),
             )
+
+
+def _backend(config: EngineConfig, arena: Arena) -> EngineBackend:
+    """What starts the engines. Raises ConfigError."""
+    if config.data_parallel_backend == "mp":
+        return LocalBackend(arena)
+    try:
+        from engine.cluster.ray_backend import RayBackend  # optional, and slow to import
+    except ModuleNotFoundError as error:
+        raise ConfigError("--data-parallel-backend ray needs Ray: pip install 'stencil-serve[ray]'") from error
+    return RayBackend(config, arena)

@@ -11,6 +11,7 @@ import logging
 import mmap
 import shutil
 import signal
+import time
 import traceback
 from collections.abc import Iterable
 from contextlib import closing
@@ -30,8 +31,9 @@ from core.handles import PAGE_ARENA, VALUE_ARENA
 from core.ipc.logs import of_request
 from core.ipc.process import die_with_parent
 from core.ipc.shared_array import Arena, ArenaFd
-from core.messages.codec import MessageDecoder, encode, failure_of, read_member
-from core.messages.engine import EngineAlive, EngineFailed, EngineReady, FromEngine, ToEngine
+from core.messages.codec import MessageDecoder, failure_of, read_member
+from core.messages.engine import EngineAlive, EngineFailed, EngineReady, FromEngine, ToEngine, moved
+from core.messages.envelope import Envelopes
 from core.messages.worker import CostSample
 from core.scheduling.scheduler import StepScheduler
 from core.scheduling.values.values import VALUE_BYTES
@@ -54,6 +56,7 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
 
     engine: EngineConfig
     address: str  # the ZeroMQ endpoint to connect to
+    epoch: int  # of this incarnation, see `core.messages.envelope`
     arena_id: int
 
 
@@ -74,7 +77,7 @@ async def _serve(settings: EngineProcessConfig, arena_fd: int, trace: EngineTrac
         socket.set_hwm(0)
         await connect(socket, settings.address)
         die_with_parent()  # not earlier: its SIGKILL would keep the lifeline's thread from removing the socket's folder
-        with closing(_Link(socket, settings.engine.hang_seconds)) as link:
+        with closing(Link(socket, settings.epoch, settings.engine.hang_seconds)) as link:
             await _run_workers(settings, arena_fd, link, trace)
 
 
@@ -89,7 +92,7 @@ async def connect(socket: zmq.asyncio.Socket, address: str) -> None:
     shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
 
 
-async def _run_workers(settings: EngineProcessConfig, arena_fd: int, link: _Link, trace: EngineTrace) -> None:
+async def _run_workers(settings: EngineProcessConfig, arena_fd: int, link: Link, trace: EngineTrace) -> None:
     """Run the workers and the EngineCore until it ends; a failure is reported as EngineFailed."""
     try:
         pictures = ArenaFd(settings.arena_id, arena_fd)
@@ -109,7 +112,7 @@ def _page_arena(config: EngineConfig) -> Arena:
     return Arena.create(PAGE_ARENA, max(1, -(-config.cache.host_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE)
 
 
-async def _run_engine(config: EngineConfig, executor: Executor, link: _Link, trace: EngineTrace) -> None:
+async def _run_engine(config: EngineConfig, executor: Executor, link: Link, trace: EngineTrace) -> None:
     models = await executor.ready()
     page_bytes = executor.device_page_bytes
     scheduler = StepScheduler(
@@ -163,11 +166,14 @@ def _check_sent(sent: asyncio.Future[Any]) -> None:
         sent.result()
 
 
-class _Link:
-    """The engine's end of the socket to its EngineClient. Sends EngineAlive regularly until it is closed."""
+class Link:
+    """The engine's end of the socket to its EngineClient. Sends EngineAlive regularly until it is closed. The engine's
+    age counts from here."""
 
-    def __init__(self, socket: zmq.asyncio.Socket, hang_seconds: float) -> None:
+    def __init__(self, socket: zmq.asyncio.Socket, epoch: int, hang_seconds: float) -> None:
         self._socket = socket
+        self._envelopes = Envelopes(epoch)
+        self._birth = time.monotonic()
         self._decoder: MessageDecoder[ToEngine] = MessageDecoder(ToEngine)
         self._beat(min(MAX_BEAT_SECONDS, hang_seconds / 8))
 
@@ -181,17 +187,21 @@ class _Link:
 
     def emit(self, message: FromEngine) -> None:
         """Queue a message; never blocks, as the socket has no high-water mark."""
-        sent = self._socket.send(encode(message), zmq.NOBLOCK)
+        payload = self._envelopes.seal(moved(message, -self._birth), age=time.monotonic() - self._birth)
+        sent = self._socket.send(payload, zmq.NOBLOCK)
         asyncio.ensure_future(sent).add_done_callback(_check_sent)
 
     async def feed(self, core: EngineCore) -> None:
-        """Pass messages on to the core. A request that cannot be decoded is refused; others go on."""
+        """Pass messages on to the core. A request that cannot be decoded is refused; others go on. Raises MessageError
+        if messages are missing."""
         while True:
-            payload = await self._socket.recv()
+            opened = self._envelopes.open(await self._socket.recv())
+            if opened is None:
+                continue
             try:
-                message: ToEngine | RefusedRequest = self._decoder.decode(payload)
+                message: ToEngine | RefusedRequest = moved(self._decoder.decode(opened.body), self._birth)
             except MessageError as error:
-                request_id = read_member(payload, "request_id", str)
+                request_id = read_member(opened.body, "request_id", str)
                 logger.error("%s", error, extra=of_request(request_id or ""))
                 if request_id is None:
                     continue

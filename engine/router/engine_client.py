@@ -1,4 +1,5 @@
-"""EngineClient: the API server's connection to one engine process. Spawns it, sends requests, delivers its outputs.
+"""EngineClient: the API server's connection to one incarnation of an engine. Has it started, sends requests, delivers
+its outputs.
 
 Owns the map request id -> waiter. When the engine or one of its workers dies, every waiter gets a Failed output.
 """
@@ -7,24 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
-import tempfile
+import secrets
+import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
 import zmq.asyncio
 
 from core.config import EngineConfig
 from core.costs.load_report import EngineStats, LoadReport
-from core.errors import ConfigError, EngineDeadError, MessageError, StencilError
+from core.errors import EngineDeadError, MessageError, StencilError
 from core.failure import Failure
 from core.ipc.logs import of_request
-from core.ipc.process import ChildProcess, spawn
-from core.ipc.shared_array import Arena
-from core.messages.codec import MessageDecoder, encode
+from core.messages.codec import MessageDecoder
 from core.messages.engine import (
     Abort,
     Aborted,
@@ -46,11 +43,14 @@ from core.messages.engine import (
     ToEngine,
     UseAdapters,
     WorkflowAdded,
+    moved,
 )
+from core.messages.engine_birth import EngineBirth
+from core.messages.envelope import Envelopes
 from core.messages.worker import Addition, Removal
 from core.model_info import ModelInfo
-from engine.engine_core.engine_process import EngineProcessConfig
 from engine.engine_core.watchdog import SilenceWatch
+from engine.router.engine_backend import EngineBackend, StartedEngine
 
 logger = logging.getLogger("stencil.engine")
 
@@ -78,21 +78,28 @@ OnReport = Callable[[LoadReport, EngineStats | None], None]
 class EngineClient:
     """Called in this order: start, ready, submit and abort, stop, close. The owner runs `run` as a task.
 
-    start_seconds: the engine is killed if it is not ready after this time.
+    start_seconds: the engine is killed if it is not ready this long after a machine had room for it.
     """
 
     def __init__(
-        self, config: EngineConfig, arena: Arena, on_ready: OnReady, on_report: OnReport, start_seconds: float
+        self,
+        config: EngineConfig,
+        backend: EngineBackend,
+        on_ready: OnReady,
+        on_report: OnReport,
+        start_seconds: float,
     ) -> None:
         self._config = config
-        self._arena = arena
+        self._backend = backend
         self._on_ready = on_ready
         self._on_report = on_report
-        self._runtime_dir: Path | None = None  # holds the socket; removed by the engine when it has connected
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._process: ChildProcess | None = None
+        self._engine: StartedEngine | None = None
         self._waiters: dict[str, Waiter] = {}  # request id -> its callback
+        self._epoch = secrets.randbits(64)
+        self._envelopes = Envelopes(self._epoch)
+        self._birth = EngineBirth()
         self._ready: asyncio.Future[dict[str, ModelInfo]] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
         self._start_seconds = start_seconds
@@ -104,49 +111,45 @@ class EngineClient:
     # ---------------------------------------------------------------------------------- life
 
     def start(self) -> None:
-        """Spawn the process and return; see `ready`. Raises ConfigError."""
-        self._runtime_dir = Path(tempfile.mkdtemp(prefix="stencil-"))  # mode 0700
-        address = f"ipc://{self._runtime_dir}/engine"
+        """Have the engine started and return; see `ready`. Raises ConfigError."""
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.set_hwm(0)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            raise ConfigError(f"cannot make a socket at {address}: {error}; set TMPDIR to a shorter path") from error
-        self._process = spawn(
-            "engine.engine_core.engine_process:main",
-            msgspec.msgpack.encode(EngineProcessConfig(self._config, address, self._arena.id)),
-            [self._arena.fd],
-            f"stencil-engine-{self._config.data_parallel_rank}",
-            remove=[str(self._runtime_dir)],
-        )
-        self._start_timer = asyncio.get_running_loop().call_later(self._start_seconds, self._on_slow_start)
+        self._engine = self._backend.start(self._config, self._epoch, self._socket)
+        self._limit_start(self._start_seconds)
 
     async def run(self) -> None:
-        """Receive until the process is gone; then fail all requests that still wait."""
-        assert self._process is not None
+        """Receive until the engine is gone; then fail all requests that still wait."""
+        assert self._engine is not None
         async with asyncio.TaskGroup() as tasks:
             receiver = tasks.create_task(self._receive())
-            await self._process.wait()
+            await self._engine.wait()
             await asyncio.sleep(LAST_WORDS_SECONDS)  # its last messages say more than its exit code
             receiver.cancel()
         self._unwatch()
-        why = self._killed_for or f"the engine process died ({self._process.describe_exit()})"
+        why = self._killed_for or f"the engine process died ({self._engine.describe_exit()})"
         self.fail(EngineDeadError(why))
 
+    def _limit_start(self, seconds: float) -> None:
+        self._start_timer = asyncio.get_running_loop().call_later(seconds, self._on_slow_start)
+
     def _on_slow_start(self) -> None:
+        assert self._engine is not None
+        now, placed = time.monotonic(), self._engine.placed
+        left = self._start_seconds + (now if placed is None else placed) - now
+        if left > 0:
+            return self._limit_start(left)
         self._kill(f"the engine did not serve within {self._start_seconds:g} s (--start-seconds) and was killed")
 
     def _on_silence(self) -> None:
         self._kill(f"the engine gave no sign of life in {self._config.hang_seconds:g} s and was killed")
 
     def _kill(self, why: str) -> None:
-        """Kill a process that hangs, and with it its workers. Waiters are failed only when it is gone (`run`): until
+        """Kill an engine that hangs, and with it its workers. Waiters are failed only when it is gone (`run`): until
         then it may still touch their memory."""
-        assert self._process is not None
+        assert self._engine is not None
         logger.error("%s", why, extra=of_request(""))
         self._killed_for = why
-        self._process.kill()
+        self._engine.kill()
 
     def _stop_start_timer(self) -> None:
         if self._start_timer is not None:
@@ -171,26 +174,27 @@ class EngineClient:
         return self._ready.done() and self.error is None
 
     async def stop(self) -> None:
-        """Abort all requests and end the process. An engine that has failed is already exiting."""
-        if self._process is None:
+        """Abort all requests and end the engine. One that has failed is already exiting."""
+        if self._engine is None:
             return
         if self.is_ready:
             self.abort(tuple(self._waiters))
             self._send(Drain())
         elif self.error is None:
-            self._process.kill()  # while loading it reads no messages; its workers end with it
-        await self._process.stop(STOP_SECONDS)
+            self._engine.kill()  # while loading it reads no messages; its workers end with it
+        await self._engine.stop(STOP_SECONDS)
 
     async def close(self) -> None:
-        """Kill the process if it still runs, fail all requests and close the socket."""
+        """Kill the engine if it still runs, fail all requests and close the socket."""
         self._unwatch()
-        if self._process is not None:
-            self._process.kill()
-            await self._process.wait()
+        if self._engine is not None:
+            self._engine.kill()
+            await self._engine.wait()
         self.fail(EngineDeadError("the engine has stopped"))
         self._socket.close()
         self._context.term()
-        self._remove_runtime_dir()
+        if self._engine is not None:
+            self._engine.close()
 
     def fail(self, error: StencilError) -> None:
         """Mark the engine as gone and fail all waiters. Only the first call counts, so `error` is the first reason."""
@@ -205,10 +209,6 @@ class EngineClient:
         for request_id in list(self._waiters):
             self._deliver(Failed(request_id=request_id, failure=failure))
 
-    def _remove_runtime_dir(self) -> None:
-        if self._runtime_dir is not None:
-            shutil.rmtree(self._runtime_dir, ignore_errors=True)
-
     # ---------------------------------------------------------------------------------- messages
 
     def submit(self, request: EngineRequest | PrimeTemplate | Addition, waiter: Waiter) -> None:
@@ -217,7 +217,7 @@ class EngineClient:
         """
         if self.error is not None:
             raise EngineDeadError(str(self.error))
-        payload = encode(request)
+        payload = self._sealed(request)
         self._waiters[request.request_id] = waiter
         self._send_bytes(payload)
 
@@ -237,7 +237,11 @@ class EngineClient:
             self._send(Abort(request_ids=request_ids))
 
     def _send(self, message: ToEngine) -> None:
-        self._send_bytes(encode(message))
+        self._send_bytes(self._sealed(message))
+
+    def _sealed(self, message: ToEngine) -> bytes:
+        """A message as bytes, to be sent to this incarnation of the engine alone."""
+        return self._envelopes.seal(moved(message, -self._birth.time))
 
     def _send_bytes(self, payload: bytes) -> None:
         """Without a high-water mark, a send succeeds or fails at once."""
@@ -253,10 +257,14 @@ class EngineClient:
         while True:
             payload = await self._socket.recv()
             try:
-                message = decoder.decode(payload)
+                opened = self._envelopes.open(payload)
+                if opened is None:
+                    continue
+                message = decoder.decode(opened.body)
             except MessageError as error:  # outputs and a change of its load are lost, so it cannot go on
                 return self._kill(f"the engine is out of order and was killed: {error}")
-            self._handle(message)
+            self._birth.note(opened.age, time.monotonic())
+            self._handle(moved(message, self._birth.time))
 
     def _handle(self, message: FromEngine) -> None:
         self._silence.note_message()

@@ -1,7 +1,7 @@
-"""EngineReplica: supervises one engine process: starts it, restarts it with back-off, gives it up if it keeps dying.
+"""EngineReplica: supervises one engine: has it started, restarts it with back-off, gives it up if it keeps dying.
 
 Runs in the API server, driven by the Router, which sends the requests of a dead engine to another one. Cached pages in
-memory are lost with the process and primed again.
+memory are lost with it and primed again.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from core.config import EngineConfig
 from core.costs.load_report import EngineStats, LoadReport
 from core.errors import ConfigError, EngineDeadError, StencilError
 from core.ipc.logs import of_request
-from core.ipc.shared_array import Arena
 from core.messages.engine import DropTemplate, EngineRequest, PrimeTemplate, UseAdapters
 from core.messages.worker import Addition, Removal
 from core.model_info import ModelInfo
 from core.restarts import MAX_RESTARTS, Restarts, restart_limit
+from engine.router.engine_backend import EngineBackend
 from engine.router.engine_client import EngineClient, Waiter
 
 logger = logging.getLogger("stencil.router")
@@ -57,13 +57,13 @@ class ReplicaWatcher(Protocol):
 class EngineReplica:
     """Called in this order: start, ready, submit and abort, stop, close. The owner runs `run` as a task."""
 
-    def __init__(self, config: EngineConfig, arena: Arena, watcher: ReplicaWatcher) -> None:
+    def __init__(self, config: EngineConfig, backend: EngineBackend, watcher: ReplicaWatcher) -> None:
         self.rank = config.data_parallel_rank
         self.model_names = tuple(model.name for model in config.models)  # that it serves, without adapters
         self.error: StencilError | None = None  # why it was given up; None while it is not
         self.cache = config.cache  # after the first start, with the measured device memory
         self._config = config
-        self._arena = arena
+        self._backend = backend
         self._watcher = watcher
         self._models: dict[str, ModelInfo] | None = None  # served since its first start; None before
         self._started = 0.0  # when it was started last
@@ -77,7 +77,7 @@ class EngineReplica:
     # ---------------------------------------------------------------------------------- life
 
     def start(self) -> None:
-        """Spawn the process and return; see `ready`. Raises ConfigError."""
+        """Have the engine started and return; see `ready`. Raises ConfigError."""
         self._started = time.monotonic()
         self._client.start()
 
@@ -128,7 +128,7 @@ class EngineReplica:
 
     def _make_client(self) -> EngineClient:
         on_report = partial(self._watcher.on_report, self.rank)
-        return EngineClient(self._config, self._arena, self._on_ready, on_report, self._start_seconds)
+        return EngineClient(self._config, self._backend, self._on_ready, on_report, self._start_seconds)
 
     def _on_ready(self, models: dict[str, ModelInfo], device_page_bytes: int) -> None:
         if self._models is not None and models != self._models:
@@ -166,12 +166,12 @@ class EngineReplica:
             self._watcher.on_given_up(self.rank)
 
     async def stop(self) -> None:
-        """Abort all requests and end the process."""
+        """Abort all requests and end the engine."""
         self._stopping.set()
         await self._client.stop()
 
     async def close(self) -> None:
-        """Kill the process if it still runs, fail all requests and close the socket."""
+        """Kill the engine if it still runs, fail all requests and close the socket."""
         self._stopping.set()
         await self._client.close()
         self.give_up(EngineDeadError("the engine has stopped"))

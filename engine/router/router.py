@@ -2,7 +2,7 @@
 
 If an engine dies, its requests are sent to another one, or wait until one is up again: the same message, so the same
 picture. The model of the engines' load and the choice of an engine are in core/routing/ (fleet.py, policies.py); the
-engine processes are managed by EngineReplica.
+engines are managed by EngineReplica.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from core.errors import ConfigError, EngineDeadError, MessageError, ModelUnavail
 from core.failure import NEVER_BEGUN, Failure
 from core.graph.catalog import with_registered, with_variants
 from core.ipc.logs import of_request
-from core.ipc.shared_array import Arena
 from core.late_adapters import LateAdapters
 from core.messages.engine import (
     Aborted,
@@ -47,6 +46,7 @@ from core.routing.request_shape import RequestShape
 from core.scheduling.reports.reporter import MAX_RECENT_STEPS
 from engine.observability.metrics import Metrics
 from engine.router.additions import Additions
+from engine.router.engine_backend import EngineBackend
 from engine.router.engine_client import RequestOutput, Waiter
 from engine.router.engine_replica import EngineReplica, ReplicaState
 
@@ -96,12 +96,13 @@ class RoutedRequest:
 class Router:
     """Called in this order: start, ready, submit and abort, stop, close. The owner runs `run` as a task."""
 
-    def __init__(self, config: StencilConfig, arena: Arena, metrics: Metrics) -> None:
+    def __init__(self, config: StencilConfig, backend: EngineBackend, metrics: Metrics) -> None:
         size = config.engine.data_parallel_size
         self.loads: list[LoadReport | None] = [None] * size  # by engine
         self.stats: list[EngineStats | None] = [None] * size
         self.recent_steps = tuple(deque[StepSample](maxlen=MAX_RECENT_STEPS) for _ in range(size))
-        self._replicas = [EngineReplica(config.engine.of_engine(rank), arena, self) for rank in range(size)]
+        self._backend = backend
+        self._replicas = [EngineReplica(config.engine.of_engine(rank), backend, self) for rank in range(size)]
         self.additions = Additions(self._replicas)
         self._models: dict[str, ModelInfo] = {}
         self._names = [model.name for model in config.engine.models]
@@ -119,7 +120,7 @@ class Router:
     # ---------------------------------------------------------------------------------- life
 
     def start(self) -> None:
-        """Spawn the first engine; the others follow, see `_follow`. Raises ConfigError."""
+        """Have the first engine started; the others follow, see `_follow`. Raises ConfigError."""
         self._replicas[0].start()
 
     async def run(self) -> None:
@@ -185,16 +186,17 @@ class Router:
             replica.give_up(error)
 
     async def stop(self) -> None:
-        """Abort all requests and end all processes."""
+        """Abort all requests and end all engines."""
         self._is_stopping = True
         self.abort([request_id for request_id, routed in self._placements.items() if routed.engine is None])
         await asyncio.gather(*(replica.stop() for replica in self._replicas))
 
     async def close(self) -> None:
-        """Kill all processes that still run, fail all requests and close the sockets."""
+        """Kill all engines that still run, fail all requests and close the sockets."""
         self._is_stopping = True
         for replica in self._replicas:
             await replica.close()
+        await self._backend.close()
 
     # ---------------------------------------------------------------------------------- state
 
@@ -211,8 +213,8 @@ class Router:
 
     @property
     def alive(self) -> list[bool]:
-        """For each engine, whether it serves; False from the first sign of its death, even if its process runs, and
-        while none of its workers lives.
+        """For each engine, whether it serves; False from the first sign of its death, even if it runs, and while none
+        of its workers lives.
         """
         return [replica.is_alive and bool(self._fleet.is_alive[replica.rank]) for replica in self._replicas]
 

@@ -52,7 +52,7 @@ async def start(
     """
     parts = {"segmenter": tuple(map(str, segmenter)), "controlnets": tuple(controlnets)}
     model = ModelConfig(model=str(checkpoint), threads=1, **parts)
-    names = ("hang_seconds", "start_seconds", "workers_per_engine")
+    names = ("hang_seconds", "start_seconds", "workers_per_engine", "data_parallel_backend", "ray_address")
     of_engine = {key: settings.pop(key) for key in names if key in settings}
     scheduler = SchedulerConfig(degree=degree)
     config = EngineConfig(models=(model,), scheduler=scheduler, data_parallel_size=size, **of_engine)  # type: ignore[arg-type]

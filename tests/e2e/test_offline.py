@@ -29,6 +29,7 @@ from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.sessions.client_arena import ClientArena
 from engine.client.upload import BytesUpload
+from engine.router.local_backend import LocalEngine
 from entrypoints import Edit, EditResult, ImageEngine
 from entrypoints.pictures import encode_picture
 
@@ -407,9 +408,9 @@ async def test_the_longest_prompts_of_a_full_batch_reach_the_worker(one_worker: 
 @in_module
 async def test_the_sockets_folder_is_gone_once_connected(one_worker: AsyncEngine) -> None:
     assert one_worker.is_ready
-    runtime_dir = one_worker.services.router._replicas[0]._client._runtime_dir
-    assert runtime_dir is not None
-    assert not runtime_dir.exists()
+    engine = one_worker.services.router._replicas[0]._client._engine
+    assert isinstance(engine, LocalEngine)
+    assert not engine._folder.exists()
 
 
 async def test_a_socket_that_cannot_be_made_is_a_config_error(

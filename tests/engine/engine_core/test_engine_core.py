@@ -10,6 +10,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from fakes import MODEL, FakeWorkers, make_edit
+from loopback import Loopback
 from run_workflows import CLASSES, DIAMOND
 
 from core import restarts
@@ -33,20 +34,14 @@ from core.messages.engine import (
     WorkflowAdded,
 )
 from core.messages.worker import (
-    AdapterLoaded,
-    Addition,
     DropAdapter,
     DropWorkflow,
-    FromWorker,
     LoadAdapter,
     LoadWorkflow,
     ModelFailed,
     ModelLoaded,
-    Removal,
-    StepPlan,
     WorkerFailed,
     WorkerReady,
-    WorkflowLoaded,
 )
 from core.scheduling.dispatch import AskAgain, Decision
 from core.scheduling.policies.planner.default import Default
@@ -56,54 +51,6 @@ from engine.engine_core import engine_core
 from engine.engine_core.engine_core import EngineCore, RefusedRequest
 
 LOADED = tuple(LoadedComponent(ModelKey("0", kind), 1) for kind in ("text_encoder", "transformer", "vae"))
-
-
-class Loopback:
-    """An executor whose worker runs every plan in the event loop's next turn."""
-
-    def __init__(self) -> None:
-        self.core: EngineCore | None = None
-        self.workers = FakeWorkers()
-        self.killed: list[int] = []
-        self.told: list[tuple[int, Addition | Removal]] = []
-        self.restarted: list[tuple[int, float]] = []  # (rank, seconds to wait before)
-        self.is_hung = False
-
-    def submit(self, plan: StepPlan) -> None:
-        self.workers.submit(plan)
-        asyncio.get_running_loop().call_soon(self._run)
-
-    def tell(self, rank: int, message: Addition | Removal) -> None:
-        self.told.append((rank, message))
-        if isinstance(message, LoadAdapter):
-            self.say(AdapterLoaded(rank, message.request_id, f"of {message.path}"))
-        if isinstance(message, LoadWorkflow):
-            self.say(WorkflowLoaded(rank, message.request_id))
-
-    def kill(self, rank: int) -> None:
-        self.killed.append(rank)
-
-    def restart(self, rank: int, wait_seconds: float) -> None:
-        self.restarted.append((rank, wait_seconds))
-
-    def die(self, rank: int = 0) -> None:
-        self.workers.lose(rank)
-        self.say(WorkerFailed(rank=rank, failure=Failure("engine_dead", f"worker {rank} died")))
-
-    def join(self, rank: int = 0) -> None:
-        self.workers.join(rank)
-        self.say(WorkerReady(rank=rank, models=(MODEL,)))
-
-    def say(self, message: FromWorker) -> None:
-        assert self.core is not None
-        self.core.mailbox.put_nowait(message)
-
-    def _run(self) -> None:
-        if self.is_hung:
-            return
-        assert self.core is not None
-        for result in self.workers.run_one(0):
-            self.core.mailbox.put_nowait(result)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from core.ipc.shared_array import Arena
 from core.messages.engine import Failed
 from engine.engine_core.engine_process import connect
 from engine.router.engine_client import EngineClient, RequestOutput
+from engine.router.local_backend import LocalBackend
 
 
 async def test_the_sockets_folder_is_gone_once_the_engine_has_connected(tmp_path: Path) -> None:
@@ -38,12 +40,14 @@ async def test_an_engine_whose_message_cannot_be_read_is_killed_and_its_requests
     """The engine is a real process; the bytes reach its client's socket as if they were its own."""
     heard: list[RequestOutput] = []
     with closing(Arena.create(0, 1 << 12)) as arena, zmq.asyncio.Context() as context:
-        client = EngineClient(EngineConfig(), arena, lambda *ready: None, lambda *report: None, start_seconds=60.0)
+        client = EngineClient(
+            EngineConfig(), LocalBackend(arena), lambda *ready: None, lambda *report: None, start_seconds=60.0
+        )
         client.start()
         running = asyncio.create_task(client.run())
         client._waiters["r"] = heard.append
         with context.socket(zmq.DEALER) as socket:
-            socket.connect(f"ipc://{client._runtime_dir}/engine")
+            socket.connect(client._socket.getsockopt_string(zmq.LAST_ENDPOINT))
             await socket.send(b"nonsense")
             error = await asyncio.wait_for(client.failed(), 60)
         await running
@@ -52,3 +56,45 @@ async def test_an_engine_whose_message_cannot_be_read_is_killed_and_its_requests
     (output,) = heard
     assert isinstance(output, Failed)
     assert output.failure.kind == "engine_dead"
+
+
+class Unplaced:
+    """Starts one engine, which is this one, for which no machine has room yet."""
+
+    placed: float | None = None
+
+    def __init__(self) -> None:
+        self._killed = asyncio.Event()
+
+    def start(self, config: EngineConfig, epoch: int, socket: zmq.asyncio.Socket) -> Unplaced:
+        return self
+
+    async def wait(self) -> object:
+        return await self._killed.wait()
+
+    async def stop(self, grace: float) -> object:
+        return await self.wait()
+
+    def kill(self) -> None:
+        self._killed.set()
+
+    def describe_exit(self) -> str:
+        return "it was ended"
+
+    def close(self) -> None:
+        pass
+
+
+async def test_the_time_limit_of_a_start_counts_from_when_there_is_room() -> None:
+    engine = Unplaced()
+    client = EngineClient(EngineConfig(), engine, lambda *ready: None, lambda *report: None, start_seconds=0.05)
+    client.start()
+    running = asyncio.create_task(client.run())
+    await asyncio.sleep(0.2)
+    assert client.error is None
+    engine.placed = time.monotonic()
+    error = await asyncio.wait_for(client.failed(), 20)
+    assert "did not serve within 0.05 s" in str(error)
+    assert time.monotonic() - engine.placed >= 0.05
+    await running
+    await client.close()

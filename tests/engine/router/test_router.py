@@ -12,11 +12,11 @@ from run_workflows import CLASSES, DIAMOND, run_request
 from core.config import EngineConfig, ModelConfig, StencilConfig
 from core.errors import EngineDeadError, ModelUnavailableError, StencilError
 from core.failure import Failure
-from core.ipc.shared_array import Arena
 from core.late_adapters import LateAdapters
 from core.messages.engine import AdaptersUsed, DropTemplate, EngineRequest, Failed, PartialImage, UseAdapters
 from core.patches import Patch
 from engine.observability.metrics import Metrics
+from engine.router.engine_backend import EngineBackend
 from engine.router.engine_client import RequestOutput, Waiter
 from engine.router.router import Router
 
@@ -26,7 +26,7 @@ DEAD = EngineDeadError("it died")
 class Replica:
     """Stands for an EngineReplica that was started."""
 
-    def __init__(self, config: EngineConfig, arena: Arena, watcher: Router) -> None:
+    def __init__(self, config: EngineConfig, backend: EngineBackend, watcher: Router) -> None:
         self.rank, self.is_alive = config.data_parallel_rank, True
         self.model_names = tuple(model.name for model in config.models)
         self.error: StencilError | None = None
@@ -72,7 +72,7 @@ class Engines:
         engines = {0: ("a", "both"), 1: ("b", "both")}
         classes = {"classes": CLASSES, "workflows": (DIAMOND,)}
         config = EngineConfig(models=models, engines=engines, data_parallel_size=2, **classes)
-        self.router = Router(StencilConfig(engine=config), cast(Arena, None), Metrics())
+        self.router = Router(StencilConfig(engine=config), cast(EngineBackend, None), Metrics())
         self.router._models = {name: msgspec.structs.replace(MODEL, name=name) for name in names}
         self.first, self.second = cast(list[Replica], self.router._replicas)
         self.told: dict[str, RequestOutput] = {}

@@ -10,6 +10,7 @@ from fakes import MODEL
 from core.config import CacheConfig, EngineConfig, StencilConfig
 from core.ipc.shared_array import Arena
 from engine.observability.metrics import Metrics
+from engine.router.local_backend import LocalBackend
 from engine.router.router import Router
 
 
@@ -17,7 +18,7 @@ from engine.router.router import Router
 async def router() -> AsyncIterator[Router]:
     arena = Arena.create(0, 1 << 20)
     config = StencilConfig(engine=EngineConfig(data_parallel_size=2, cache=CacheConfig(host_bytes=5)))
-    router = Router(config, arena, Metrics())
+    router = Router(config, LocalBackend(arena), Metrics())
     yield router
     await router.close()
     arena.close()

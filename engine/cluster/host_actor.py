@@ -1,0 +1,50 @@
+"""HostActor: the process in which Ray runs an EngineHost."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+
+import msgspec
+import ray
+
+from engine.cluster.engine_bundle import at_machine
+from engine.cluster.engine_host import EngineHost
+from engine.cluster.host_config import HostAddress, HostConfig
+from engine.cluster.ray_cluster import nodes_of_cluster
+from engine.cluster.release import check_same
+
+PR_SET_PDEATHSIG = 1
+
+
+@ray.remote
+class HostActor:
+    """Runs an EngineHost in a worker process of Ray."""
+
+    def __init__(self) -> None:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # with the raylet, which Ray may notice late
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, which engines would inherit
+        self._running: asyncio.Task[str] | None = None
+
+    async def start(self, encoded: bytes, bundle: dict[str, float], digest: str) -> bytes:
+        """Start the host; a HostAddress, encoded, once it listens. digest: of the API server's code."""
+        context = ray.get_runtime_context()
+        node = next(node for node in nodes_of_cluster() if node["NodeID"] == context.get_node_id())
+        check_same(digest, node["NodeManagerAddress"])
+        config = msgspec.msgpack.decode(encoded, type=HostConfig)
+        engine = at_machine(config.engine, bundle, node["Resources"])
+        config = msgspec.structs.replace(config, engine=engine, address=node["NodeManagerAddress"])
+        listening: asyncio.Future[HostAddress] = asyncio.get_running_loop().create_future()
+        self._running = asyncio.create_task(EngineHost(config).run(listening.set_result))
+        self._running.add_done_callback(lambda running: listening.cancel())
+        await asyncio.wait([listening])
+        if listening.cancelled():
+            self._running.result()
+        return msgspec.msgpack.encode(listening.result())
+
+    async def run(self) -> str:
+        """Wait until the host has ended; how."""
+        assert self._running is not None
+        return await self._running

@@ -1,0 +1,53 @@
+"""RayBackend: starts engines on the machines of a Ray cluster.
+
+Ray places processes and tells of their ends; messages and arrays go past it. Each engine has a placement group of one
+bundle, so that its workers are on one machine, and an actor that is never restarted by Ray: an EngineReplica restarts
+engines here as it does on a single machine, wherever there is room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import ray
+import zmq.asyncio
+
+from core.config import EngineConfig
+from core.ipc.shared_array import Arena
+from engine.cluster.ray_cluster import join, restore_signal_handlers
+from engine.cluster.ray_host import RayHost, retrieve
+from engine.cluster.remote_backend import RemoteBackend
+from engine.router.engine_backend import StartedEngine
+from engine.router.local_backend import LocalBackend
+
+
+class RayBackend:
+    """See EngineBackend. The first engines may be of this machine."""
+
+    def __init__(self, config: EngineConfig, arena: Arena) -> None:
+        """Joins the cluster with the first engine that is started there."""
+        self._address = config.ray_address
+        self._num_local = config.num_local
+        self._local = LocalBackend(arena)
+        self._remote = RemoteBackend(arena, lambda config: RayHost(config, self._join))
+        self._joining: asyncio.Task[None] | None = None
+
+    def start(self, config: EngineConfig, epoch: int, socket: zmq.asyncio.Socket) -> StartedEngine:
+        """See EngineBackend."""
+        backend = self._local if config.data_parallel_rank < self._num_local else self._remote
+        return backend.start(config, epoch, socket)
+
+    async def close(self) -> None:
+        """Leave the cluster, which ends what is still there of this process."""
+        if self._joining is not None:
+            await asyncio.wait([self._joining])
+            if ray.is_initialized():
+                await asyncio.to_thread(ray.shutdown)
+
+    async def _join(self) -> None:
+        """Become a client of the cluster, once. Raises ConfigError."""
+        if self._joining is None:
+            self._joining = asyncio.create_task(asyncio.to_thread(join, self._address))
+            self._joining.add_done_callback(retrieve)
+        await asyncio.shield(self._joining)
+        restore_signal_handlers()

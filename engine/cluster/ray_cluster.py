@@ -1,0 +1,100 @@
+"""The Ray cluster that this process is a client of: joining it, and what it says of its machines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from threading import Thread, current_thread, main_thread
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from core.errors import ConfigError
+
+NAMESPACE, LOOPBACK = "stencil", "127.0.0.1"
+
+REACH_SECONDS = 5.0
+"""How long to try whether anything listens at the cluster's address."""
+
+JOIN_SECONDS = 60.0
+"""How long joining a cluster may take: less than a second where it is there, and no machine of it is busy."""
+
+
+def join(address: str) -> None:
+    """Make this process a client of the Ray cluster at this address. Raises ConfigError."""
+    try:
+        if address != "auto":
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), REACH_SECONDS).close()
+        _within(JOIN_SECONDS, lambda: _connect(address))
+    except (RayError, OSError, ValueError, RuntimeError) as error:
+        message = f"there is no Ray cluster at {address}: {error}; start one with `ray start --head`"
+        raise ConfigError(message) from error
+    addresses = [str(node["NodeManagerAddress"]) for node in nodes_of_cluster()]
+    check_authentication(addresses, lambda: _answers_without_token(ray.get_runtime_context().gcs_address))
+
+
+def _connect(address: str) -> None:
+    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    if address.startswith(LOOPBACK):  # Ray would say which address this machine has in its network
+        options["_node_ip_address"] = LOOPBACK
+    ray.init(address=address, namespace=NAMESPACE, **options)
+
+
+def _within(seconds: float, function: Callable[[], None]) -> None:
+    """Run what Ray may try for minutes, in a thread that keeps no process from ending. Raises its error, or
+    TimeoutError."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    Thread(target=run, name="join-ray", daemon=True).start()
+    try:
+        done.result(seconds)
+    except TimeoutError as error:
+        raise TimeoutError(f"no answer in {seconds:g} s") from error
+
+
+def check_authentication(addresses: Iterable[str], answers_without_token: Callable[[], bool]) -> None:
+    """Raises ConfigError for a cluster that whoever reaches its ports may run anything on. answers_without_token: asked
+    only if the cluster is not on this machine alone.
+    """
+    if any(not each.startswith("127.") for each in addresses) and answers_without_token():
+        raise ConfigError(
+            "the Ray cluster asks for no token, so that whoever reaches its ports may run anything on it; start it and "
+            "this server with RAY_AUTH_MODE=token (docs/cluster.md)"
+        )
+
+
+def _answers_without_token(address: str) -> bool:
+    """Whether the cluster serves who has none. Asked by another process: Ray reads its settings once."""
+    command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "status", "--address", address]
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    asked = subprocess.run(command, env=environment, timeout=JOIN_SECONDS, check=False, capture_output=True, text=True)
+    return "InvalidAuthToken" not in asked.stdout + asked.stderr
+
+
+def restore_signal_handlers() -> None:
+    """Take back what `ray.init` has done below Python: it would tell of each SIGTERM as if the process had crashed."""
+    if current_thread() is main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if (handler := signal.getsignal(number)) is not None:
+                signal.signal(number, handler)
+
+
+def nodes_of_cluster() -> list[dict[str, Any]]:
+    """What Ray knows of the cluster's machines."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return nodes

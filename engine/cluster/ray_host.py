@@ -1,0 +1,136 @@
+"""RayHost: a host of an engine that Ray places on a machine with room for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from core.config import EngineConfig
+from core.errors import EngineDeadError
+from core.ipc.logs import of_request
+from engine.cluster.engine_bundle import bundle_of
+from engine.cluster.host_actor import HostActor
+from engine.cluster.host_config import HostAddress, HostConfig
+from engine.cluster.ray_cluster import nodes_of_cluster
+from engine.cluster.release import source_digest
+
+logger = logging.getLogger("stencil.router")
+
+TELL_SECONDS = 10.0
+"""How long an engine waits for a machine with room before the log says so."""
+
+
+class RayHost:
+    """See `engine.cluster.remote_backend.Host`."""
+
+    def __init__(self, config: EngineConfig, join: Callable[[], Awaitable[None]]) -> None:
+        """join: makes this process a client of the cluster."""
+        self.placed: float | None = None
+        self._join = join
+        self._config = config
+        self._name = f"stencil-engine-{config.data_parallel_rank}"
+        self._bundle: dict[str, float] = {}
+        self._group: PlacementGroup | None = None
+        self._actor: Any = None
+        self._run: Awaitable[str] | None = None
+        self._calling: asyncio.Task[None] | None = None
+        self._has_ended = False
+
+    async def start(self, config: HostConfig) -> HostAddress:
+        """See Host. Waits until a machine has room."""
+        await self._join()
+        await self._call(self._make_group)
+        await self._wait_for_room()
+        self.placed = time.monotonic()
+        await self._call(self._make_actor)
+        try:
+            encoded = await self._actor.start.remote(msgspec.msgpack.encode(config), self._bundle, source_digest())
+        except RayError as error:
+            raise EngineDeadError(f"its host could not be started: {_reason(error)}") from error
+        self._run = self._actor.run.remote()
+        return msgspec.msgpack.decode(encoded, type=HostAddress)
+
+    async def _call(self, function: Callable[[], None]) -> None:
+        """Run what waits for Ray in a thread. It goes on when this is cancelled; `end` waits for it."""
+        self._calling = asyncio.create_task(asyncio.to_thread(function))
+        self._calling.add_done_callback(retrieve)
+        await asyncio.shield(self._calling)
+
+    def _make_group(self) -> None:
+        self._bundle = bundle_of(
+            self._config, has_gpus=any(node["Resources"].get("GPU") for node in nodes_of_cluster())
+        )
+        self._group = placement_group([self._bundle], strategy="STRICT_PACK")
+        if self._has_ended:
+            self._remove()
+
+    def _make_actor(self) -> None:
+        assert self._group is not None
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
+        options = {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": strategy, "max_concurrency": 4}
+        needs = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle.get("GPU", 0)}
+        self._actor = HostActor.options(**options, **needs).remote()  # type: ignore[attr-defined]
+        if self._has_ended:
+            self._remove()
+
+    async def _wait_for_room(self) -> None:
+        assert self._group is not None
+        ready = asyncio.wrap_future(self._group.ready().future())
+        try:
+            done, _ = await asyncio.wait([ready], timeout=TELL_SECONDS)
+            if not done:
+                text = "%s waits for a machine of the cluster that has room for %s"
+                logger.warning(text, self._name, self._bundle, extra=of_request(""))
+            await ready
+        except RayError as error:
+            raise EngineDeadError(f"no machine was found for it: {_reason(error)}") from error
+        finally:
+            ready.cancel()  # or it would fail when `end` removes the group
+            if ready.done():
+                retrieve(ready)
+
+    async def wait(self) -> str:
+        """See Host."""
+        assert self._run is not None
+        try:
+            return await self._run
+        except RayError as error:
+            return f"its host has ended: {_reason(error)}"
+
+    async def end(self) -> None:
+        """See Host."""
+        self._has_ended = True
+        if self._calling is not None:
+            await asyncio.wait([self._calling])
+        await asyncio.to_thread(self._remove)
+
+    def _remove(self) -> None:
+        if self._actor is not None:
+            with suppress(RayError):
+                ray.kill(self._actor)
+        if self._group is not None:
+            with suppress(RayError):
+                remove_placement_group(self._group)
+
+
+def retrieve(future: asyncio.Future[Any]) -> None:
+    """Take the error of what may have nobody left who waits for it: the event loop would log it."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _reason(error: RayError) -> str:
+    """Why something of Ray has failed, in a line."""
+    if isinstance(error, RayTaskError):
+        return f"{type(error.cause).__name__}: {error.cause}"
+    return type(error).__name__

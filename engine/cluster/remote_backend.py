@@ -1,0 +1,188 @@
+"""RemoteBackend: starts engines on other machines, for an API server that speaks to them as to its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+
+from core.config import EngineConfig
+from core.errors import MessageError, StencilError
+from core.ipc.logs import of_request
+from core.ipc.shared_array import Arena
+from engine.cluster.connection import LINKS
+from engine.cluster.curve import IO_THREADS, CurveKeys, connect
+from engine.cluster.host_config import HostAddress, HostConfig
+from engine.cluster.link import Frames
+from engine.cluster.server_courier import ServerCourier
+
+logger = logging.getLogger("stencil.router")
+
+SILENT_SHARE = 0.75
+"""Of `hang_seconds`: a machine without a word for so long has stopped, or cannot be reached. Less than 1, since the
+engine's own silence then says the same later."""
+
+END_SECONDS = 5.0
+"""How long the end of a host may take to be asked for."""
+
+ROOM_TIMES = 2
+"""Address space for arrays on the other machine, in times of this one's: they are freed there a moment later, and leave
+other gaps."""
+
+_NEAR = "inproc://engine"
+"""Address within the context of an engine's client."""
+
+
+class Host(Protocol):
+    """A process on another machine that runs an EngineHost."""
+
+    @property
+    def placed(self) -> float | None:
+        """As of a StartedEngine."""
+
+    async def start(self, config: HostConfig) -> HostAddress:
+        """Have it started, and wait until it listens. Raises StencilError."""
+
+    async def wait(self) -> str:
+        """Wait until it has ended; how."""
+
+    async def end(self) -> None:
+        """End it, in whatever state it is, also while it starts; what cannot be reached ends by itself. Raises
+        nothing."""
+
+
+class RemoteEngine:
+    """See StartedEngine. It is gone once nothing of it is heard any more: from then on it cannot touch a request's
+    memory, even if its machine is only cut off.
+    """
+
+    def __init__(
+        self, config: EngineConfig, epoch: int, keys: CurveKeys, host: Host, arena: Arena, near: zmq.asyncio.Socket
+    ) -> None:
+        """near: connected to the engine's client."""
+        self._config = HostConfig(config, ROOM_TIMES * arena.size, epoch, keys.public)
+        self._keys = keys
+        self._host = host
+        self._arena = arena
+        self._near = near
+        self._why = ""
+        self._killed = asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name="remote-engine")
+
+    @property
+    def placed(self) -> float | None:
+        """See StartedEngine."""
+        return self._host.placed
+
+    async def wait(self) -> object:
+        """See StartedEngine."""
+        return await asyncio.wait([self._task])
+
+    async def stop(self, grace: float) -> object:
+        """See StartedEngine."""
+        await asyncio.wait([self._task], timeout=grace)
+        self.kill()
+        return await self.wait()
+
+    def kill(self) -> None:
+        """See StartedEngine."""
+        self._end("it was ended")
+
+    def describe_exit(self) -> str:
+        """See StartedEngine."""
+        return self._why or "running"
+
+    def close(self) -> None:
+        """See StartedEngine: nothing is left."""
+
+    def _end(self, why: str) -> None:
+        self._why = self._why or why
+        self._killed.set()
+
+    async def _run(self) -> None:
+        """Start the host, serve until it has ended, and end it."""
+        serving = asyncio.create_task(self._serve())
+        killed = asyncio.create_task(self._killed.wait())
+        try:
+            await asyncio.wait([serving, killed], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (serving, killed):
+                task.cancel()
+            await asyncio.wait([serving, killed])
+            if not serving.cancelled() and (error := serving.exception()) is not None:
+                self._end(str(error) or type(error).__name__)
+                if not isinstance(error, StencilError):
+                    logger.error("an engine of another machine has failed", exc_info=error, extra=of_request(""))
+            self._near.close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(END_SECONDS):
+                    await self._host.end()
+
+    async def _serve(self) -> None:
+        address = await self._host.start(self._config)
+        with zmq.asyncio.Context(IO_THREADS) as context:
+            where = f"tcp://{address.address}:{address.port}"
+            links = {name: connect(context, where, self._keys, address.key, name) for name in LINKS}
+            try:
+                await self._pass_messages(links, where)
+            finally:
+                for socket in links.values():
+                    socket.close()
+
+    async def _pass_messages(self, links: dict[bytes, zmq.asyncio.Socket], where: str) -> None:
+        def transmit(link: bytes, frames: Frames) -> None:
+            links[link].send_multipart(frames, zmq.NOBLOCK)
+
+        def to_client(payload: bytes) -> None:
+            self._near.send(payload, zmq.NOBLOCK)
+
+        seconds = SILENT_SHARE * self._config.engine.hang_seconds
+        silent = f"its machine, {where}, gave no sign of life in {seconds:g} s"
+        courier = ServerCourier(
+            self._config.epoch, self._arena, transmit, to_client, lambda: self._end(silent), seconds
+        )
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self._receive(name, socket, courier)) for name, socket in links.items()]
+            running += [tasks.create_task(courier.run()), tasks.create_task(self._pass_on(courier))]
+            self._end(await self._host.wait())
+            for task in running:
+                task.cancel()
+
+    async def _receive(self, name: bytes, socket: zmq.asyncio.Socket, courier: ServerCourier) -> None:
+        while True:
+            frames = await socket.recv_multipart()
+            try:
+                courier.receive(name, frames)
+            except MessageError as error:  # outputs are lost, so it cannot go on
+                return self._end(f"its host is out of order: {error}")
+            await asyncio.sleep(0)  # messages that are there already would let nothing else run
+
+    async def _pass_on(self, courier: ServerCourier) -> None:
+        while True:
+            courier.send(await self._near.recv())
+
+
+class RemoteBackend:
+    """See EngineBackend. arena: of all handles in requests. new_host: makes what runs an engine elsewhere."""
+
+    def __init__(self, arena: Arena, new_host: Callable[[EngineConfig], Host]) -> None:
+        self._arena = arena
+        self._new_host = new_host
+
+    def start(self, config: EngineConfig, epoch: int, socket: zmq.asyncio.Socket) -> RemoteEngine:
+        """See EngineBackend. The engine's client speaks to this process, which passes messages on."""
+        near: zmq.asyncio.Socket = socket.context.socket(zmq.DEALER)
+        near.setsockopt(zmq.LINGER, 0)
+        near.set_hwm(0)
+        socket.bind(_NEAR)
+        near.connect(_NEAR)
+        keys = CurveKeys.new()
+        return RemoteEngine(config, epoch, keys, self._new_host(config), self._arena, near)
+
+    async def close(self) -> None:
+        """There is nothing to let go of."""

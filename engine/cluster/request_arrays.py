@@ -1,0 +1,85 @@
+"""The arrays of a request that an engine reads and writes, and the request with its arrays at other places.
+
+An engine of another machine has an arena of its own: it gets copies of what it reads, and its results are copied back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeVar, cast
+
+import msgspec
+
+from core.handles import ArrayRef
+from core.ipc.shared_array import array_bytes
+from core.messages.engine import EngineRequest, PrimeTemplate
+from core.messages.specs import EditSpec, MaskSpec
+
+T = TypeVar("T")
+
+WRITTEN = ("outputs", "previews", "kept_states")
+"""Fields of specs that hold memory for results; all other arrays are read."""
+
+
+def arrays_read(message: EngineRequest | PrimeTemplate) -> list[ArrayRef]:
+    """What an engine reads for a request and does not write itself, each place once."""
+    written = {ref.offset for ref in arrays_written(message)}
+    return [ref for ref in _largest(_refs(message)) if ref.offset not in written]
+
+
+def arrays_written(message: EngineRequest | PrimeTemplate) -> list[ArrayRef]:
+    """Memory for what an engine makes for a request, each place once."""
+    if isinstance(message, PrimeTemplate):
+        return []
+    spec = message.spec
+    results = [ref for name in WRITTEN for ref in _refs(getattr(spec, name, ()))]
+    if isinstance(spec, EditSpec | MaskSpec) and spec.search is not None:  # the mask is found, and its tokens counted
+        results += [spec.mask, msgspec.structs.replace(spec.active, shape=(spec.num_tokens,))]
+    return _largest(results)
+
+
+def moved(message: T, offsets: Mapping[int, int]) -> T:
+    """A message with the same arrays at other places. offsets: offset of each array -> its new one."""
+    return cast(T, _moved(message, offsets))
+
+
+def _largest(refs: Iterator[ArrayRef] | list[ArrayRef]) -> list[ArrayRef]:
+    """Each place once, with the largest array there; empty ones are nowhere."""
+    found: dict[int, ArrayRef] = {}
+    for ref in refs:
+        if ref.size and (ref.offset not in found or array_bytes(found[ref.offset]) < array_bytes(ref)):
+            found[ref.offset] = ref
+    return list(found.values())
+
+
+def _refs(value: object) -> Iterator[ArrayRef]:
+    match value:
+        case ArrayRef():
+            yield value
+        case msgspec.Struct():
+            for name in value.__struct_fields__:
+                yield from _refs(getattr(value, name))
+        case tuple():
+            for each in value:
+                yield from _refs(each)
+        case dict():
+            for each in value.values():
+                yield from _refs(each)
+
+
+def _moved(value: object, offsets: Mapping[int, int]) -> object:
+    match value:
+        case ArrayRef():
+            return msgspec.structs.replace(value, offset=offsets[value.offset]) if value.size else value
+        case msgspec.Struct():
+            fields = {name: getattr(value, name) for name in value.__struct_fields__}
+            changed = {name: new for name, old in fields.items() if (new := _moved(old, offsets)) is not old}
+            return msgspec.structs.replace(value, **changed) if changed else value
+        case tuple() if value:
+            news = [_moved(each, offsets) for each in value]
+            return value if all(new is old for new, old in zip(news, value, strict=True)) else tuple(news)
+        case dict() if value:
+            new = {name: _moved(each, offsets) for name, each in value.items()}
+            return value if all(new[name] is value[name] for name in value) else new
+        case _:
+            return value

@@ -1,0 +1,23 @@
+"""One test of a Ray cluster in the ordinary suite; `make test-ray` runs all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NAMESPACE = ["unshare", "--net", "--map-root-user", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+TESTS = Path(__file__).with_name("test_ray.py")
+
+
+def test_engines_on_two_machines() -> None:
+    try:
+        subprocess.run([*NAMESPACE, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespace can be made here: {error}")
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "ray", "-k", "both_machines"]
+    ran = subprocess.run([*NAMESPACE, *command, str(TESTS)], check=False, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "1 passed" in ran.stdout

@@ -1,0 +1,86 @@
+"""What is asked of a Ray cluster, and which clusters are refused."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from core.config import EngineConfig, ModelConfig
+from core.errors import ConfigError, InvalidRequestError
+from engine.cluster.engine_bundle import at_machine, bundle_of
+from engine.cluster.ray_cluster import check_authentication, join
+from model_executor.devices import pick_device
+
+
+@pytest.mark.parametrize(
+    ("device", "threads", "workers", "has_gpus", "bundle"),
+    [
+        ("cpu", 0, 1, True, {"CPU": 1}),
+        ("cpu", 4, 2, False, {"CPU": 8}),
+        ("auto", 0, 2, False, {"CPU": 2}),
+        ("auto", 0, 2, True, {"CPU": 1, "GPU": 2}),
+        ("cuda", 0, 1, False, {"CPU": 1, "GPU": 1}),
+    ],
+)
+def test_what_an_engine_asks_of_a_machine(
+    device: str, threads: int, workers: int, has_gpus: bool, bundle: dict[str, float]
+) -> None:
+    config = EngineConfig(models=(ModelConfig(device=device, threads=threads),), workers_per_engine=workers)
+    assert bundle_of(config, has_gpus=has_gpus) == bundle
+
+
+def test_an_engine_at_a_machine() -> None:
+    """Four engines of two workers share the cores; on a machine of four GPUs, each engine sees its own two alone."""
+    config = EngineConfig(workers_per_engine=2, data_parallel_size=8, data_parallel_rank=5, keeper="k", launcher="l")
+    here = at_machine(config, {"CPU": 2}, {"CPU": 8.0})
+    assert (here.num_workers, here.keeper, here.launcher) == (8, "", "")
+    there = at_machine(config, {"CPU": 1, "GPU": 2}, {"CPU": 8.0, "GPU": 4.0})
+    devices = [pick_device("auto", there.device_index(rank), there.num_workers, 2, "2,3") for rank in range(2)]
+    assert devices == ["cuda:0", "cuda:1"]
+
+
+@pytest.mark.parametrize("address", ["local", "ray://10.0.0.1:10001", "10.0.0.1", ""])
+def test_an_address_that_is_no_clusters(address: str) -> None:
+    """Of these, `ray.init` would start a cluster of its own, or take another way."""
+    with pytest.raises(InvalidRequestError, match="auto or HOST:PORT"):
+        EngineConfig(ray_address=address)
+
+
+def test_a_cluster_without_a_token_is_refused_beyond_loopback() -> None:
+    check_authentication(["127.0.0.1", "127.0.0.1"], lambda: True)
+    check_authentication(["10.0.0.1", "127.0.0.1"], lambda: False)
+    with pytest.raises(ConfigError, match="RAY_AUTH_MODE=token"):
+        check_authentication(["10.0.0.1", "127.0.0.1"], lambda: True)
+
+
+def test_an_address_where_nothing_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=f"there is no Ray cluster at {address}: .*refused"):
+        join(address)
+    assert time.monotonic() - began < 5.0
+
+
+SILENT = """
+import socket
+from core.errors import ConfigError
+from engine.cluster import ray_cluster
+
+ray_cluster.JOIN_SECONDS = 1.0
+server = socket.create_server(("127.0.0.1", 0))
+try:
+    ray_cluster.join(f"127.0.0.1:{server.getsockname()[1]}")
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_an_address_where_something_else_listens() -> None:
+    """Ray would wait for minutes, and with it the process that is to end."""
+    ran = subprocess.run([sys.executable, "-c", SILENT], check=True, capture_output=True, text=True, timeout=60)
+    assert "no answer in 1 s" in ran.stdout

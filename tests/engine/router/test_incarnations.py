@@ -1,0 +1,248 @@
+"""A router and an engine, both real, whose messages come twice or late, or between which clocks differ by days. The
+engine runs in the test's process, and its workers are fakes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from fakes import MODEL, make_edit
+from loopback import Loopback
+
+from core.config import EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
+from core.messages.engine import EngineReady, EngineRequest, Finished
+from core.messages.worker import BatchResult, FromWorker
+from core.scheduling.scheduler import StepScheduler
+from engine.engine_core import engine_core, engine_process
+from engine.engine_core.engine_core import EngineCore
+from engine.engine_core.engine_process import Link
+from engine.observability.metrics import Metrics
+from engine.router.engine_client import RequestOutput
+from engine.router.router import Router
+
+CONFIG = StencilConfig(engine=EngineConfig(models=(ModelConfig(served_model_name="m"),)))
+DAYS_AHEAD = 86400.0 * 30
+
+
+class Socket:
+    """A socket that keeps what passes through it. times: how often it sends each message."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, times: int) -> None:
+        self.sent: list[bytes] = []
+        self.received: list[bytes] = []
+        self._socket, self._times = socket, times
+
+    def send(self, payload: bytes, flags: int) -> asyncio.Future[Any]:
+        self.sent.append(payload)
+        return [self._socket.send(payload, flags) for _ in range(self._times)][-1]
+
+    async def recv(self) -> bytes:
+        self.received.append(await self._socket.recv())
+        return self.received[-1]
+
+
+class Workers(Loopback):
+    """Their clock is the engine's."""
+
+    def say(self, message: FromWorker) -> None:
+        if isinstance(message, BatchResult):
+            now = engine_core.time.monotonic()
+            message = msgspec.structs.replace(message, started=now - message.seconds)
+        super().say(message)
+
+
+class Engine:
+    """An engine, see StartedEngine."""
+
+    def __init__(self, address: str, epoch: int, times: int) -> None:
+        self.workers = Workers()
+        self._context = zmq.asyncio.Context()
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(address)
+        self.socket = Socket(socket, times)
+        self._end_socket = socket.close
+        self._task = asyncio.create_task(self._run(epoch))
+
+    async def _run(self, epoch: int) -> None:
+        link: Link = Link(self.socket, epoch, hang_seconds=20.0)  # type: ignore[arg-type]
+        core = self.workers.core = EngineCore(StepScheduler(SchedulerConfig(), {"m": MODEL}), self.workers, link.emit)
+        link.emit(EngineReady(models=(MODEL,)))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                feeder = tasks.create_task(link.feed(core))
+                await core.run()
+                feeder.cancel()
+        finally:
+            link.close()
+
+    placed: float | None = 0.0
+
+    async def wait(self) -> None:
+        await asyncio.wait([self._task])
+
+    async def stop(self, grace: float) -> None:
+        await asyncio.wait_for(asyncio.shield(self.wait()), grace)
+
+    def kill(self) -> None:
+        self._task.cancel()
+
+    def describe_exit(self) -> str:
+        return "ended"
+
+    def close(self) -> None:
+        self._end_socket()
+        self._context.term()
+
+
+class Backend:
+    """See EngineBackend. times: how often each message of an engine is sent."""
+
+    def __init__(self, folder: Path, times: int = 1) -> None:
+        self.engines: list[Engine] = []
+        self._folder, self._times = folder, times
+
+    def start(self, config: EngineConfig, epoch: int, socket: zmq.asyncio.Socket) -> Engine:
+        address = f"ipc://{self._folder}/{len(self.engines)}"
+        socket.bind(address)
+        self.engines.append(Engine(address, epoch, self._times))
+        return self.engines[-1]
+
+    async def close(self) -> None:
+        pass
+
+
+@asynccontextmanager
+async def serving(backend: Backend) -> AsyncIterator[Router]:
+    router = Router(CONFIG, backend, Metrics())
+    router.start()
+    running = asyncio.create_task(router.run())
+    try:
+        async with asyncio.timeout(20):
+            await router.ready()
+            yield router
+            await router.stop()
+            await running
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        await router.close()
+
+
+class Calls:
+    """Requests and what is said of each."""
+
+    def __init__(self, router: Router) -> None:
+        self.told: dict[str, list[RequestOutput]] = {}
+        self._router = router
+
+    def submit(self, request: EngineRequest) -> None:
+        outputs = self.told[request.request_id] = []
+        self._router.submit(request, outputs.append)
+
+    async def ended(self) -> dict[str, Finished]:
+        while not all(self.told.values()):
+            await asyncio.sleep(0)
+        for outputs in self.told.values():
+            assert [type(output) for output in outputs] == [Finished], outputs
+        return {name: outputs[0] for name, outputs in self.told.items()}  # type: ignore[misc]
+
+
+def edit(name: str, **times: float) -> EngineRequest:
+    return make_edit(name, arrival=time.monotonic(), **times)
+
+
+async def test_a_message_that_comes_twice_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Backend(tmp_path, times=2)
+    async with serving(backend) as router:
+        client = router._replicas[0]._client
+        send = client._send_bytes
+        monkeypatch.setattr(client, "_send_bytes", lambda payload: [send(payload), send(payload)])
+        calls, (engine,) = Calls(router), backend.engines
+        for name in "abc":
+            calls.submit(edit(name))
+        await calls.ended()
+        calls.submit(edit("d"))
+        await calls.ended()
+        assert len(engine.socket.received) == 8, "each of them has come twice"
+        assert engine.workers.workers.denoised.keys() == {*"abcd"}
+        assert all(len(steps) == 4 for steps in engine.workers.workers.denoised.values())
+        assert router.loads[0] is not None
+        assert (router.loads[0].num_received, router._fleet.is_alive[0]) == (4, True)
+
+
+async def test_what_another_incarnation_has_sent_or_was_sent_does_nothing(tmp_path: Path) -> None:
+    backend = Backend(tmp_path)
+    async with serving(backend) as router:
+        calls = Calls(router)
+        calls.submit(edit("a"))
+        await calls.ended()
+        backend.engines[0].kill()
+        while len(backend.engines) == 1 or not router.is_ready:
+            await asyncio.sleep(0.01)
+        first, second = (engine.socket for engine in backend.engines)
+        client = router._replicas[0]._client
+        for payload in first.sent:
+            second.send(payload, zmq.NOBLOCK)
+        for payload in first.received:
+            client._send_bytes(payload)
+        calls.submit(edit("b"))
+        await calls.ended()
+        assert len(second.received) == len(first.received) + 1
+        assert backend.engines[1].workers.workers.denoised.keys() == {"b"}
+        assert router.loads[0] is not None
+        assert (router.loads[0].num_received, len(backend.engines)) == (1, 2)
+
+
+async def test_a_message_that_is_lost_ends_the_engine_and_its_request_goes_to_the_next(tmp_path: Path) -> None:
+    backend = Backend(tmp_path)
+    async with serving(backend) as router:
+        calls, client = Calls(router), router._replicas[0]._client
+        client._envelopes.seal(edit("lost"))
+        calls.submit(edit("a"))
+        await calls.ended()
+        assert len(backend.engines) == 2
+        assert router.error is None
+
+
+async def test_clocks_may_differ_between_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a request that is sent again, to an engine whose clock is yet another, lose its time."""
+    clocks = iter((DAYS_AHEAD, -DAYS_AHEAD))
+
+    def next_clock() -> None:
+        ahead = next(clocks)
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead)
+        for module in (engine_core, engine_process):
+            monkeypatch.setattr(module, "time", clock)
+
+    next_clock()
+    backend = Backend(tmp_path)
+    async with serving(backend) as router:
+        calls, submitted = Calls(router), time.monotonic()
+        calls.submit(edit("a", deadline=submitted + 60.0))
+        await calls.ended()
+        backend.engines[0].workers.is_hung = True
+        calls.submit(edit("b", deadline=submitted + 60.0))
+        while not router.has_begun("b"):
+            await asyncio.sleep(0)
+        next_clock()
+        backend.engines[0].kill()
+        ended = await calls.ended()
+        assert len(backend.engines) == 2
+        for finished in ended.values():
+            assert submitted < finished.made < time.monotonic()
+            assert abs(finished.ms["queue"]) < 20_000
+        samples = router.recent_steps[0]
+        assert samples
+        assert all(submitted - 1.0 < sample.started < time.monotonic() for sample in samples), "less a fake's step"
