@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from core.handles import RankIds
 
@@ -18,8 +18,11 @@ class Buddies:
     `able`: these ranks, ascending; (): all have it.
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
-        """ranks: those that live and are free, in any order; none below 0."""
+    def __init__(self, ranks: Iterable[int], allow: Callable[[RankIds], bool] | None = None) -> None:
+        """ranks: those that live and are free, in any order; none below 0. allow: whether a set of able ones may be
+        used; None: all may.
+        """
+        self._allow = allow
         self._free = _mask(ranks)
         self._end = 1 << (self._free.bit_length() - 1).bit_length() if self._free else 0
 
@@ -88,7 +91,9 @@ class Buddies:
         if not able:
             return tuple(range(first, first + size)) if self._is_free(first, size) else ()
         ranks = able[first : first + size]
-        return ranks if len(ranks) == size and self.are_free(ranks) else ()
+        if len(ranks) < size or not self.are_free(ranks):
+            return ()
+        return ranks if self._allow is None or self._allow(ranks) else ()
 
     def _is_free(self, first: int, size: int) -> bool:
         return not _range(first, size) & ~self._free
