@@ -15,7 +15,7 @@ class Buddies:
     2 M - 1 sets, and no more process groups are ever made (DDiT, section 5).
 
     Where only some ranks have a model, sets for it are made of these in the same way, as if they were numbered anew.
-    `able`: these ranks, ascending; (): all have it.
+    Their number has no such bound where models move. `able`: these ranks, ascending; (): all have it.
     """
 
     def __init__(self, ranks: Iterable[int], allow: Callable[[RankIds], bool] | None = None) -> None:

@@ -356,8 +356,8 @@ def test_small_requests_wait_for_their_turn() -> None:
 
 def test_small_requests_of_another_model_do_not_wait_for_ranks_that_lack_it() -> None:
     """Large ones of a have the ranks with a, and a small one of a waits in front of the one of b."""
-    large = [picture(name, LARGE, 30, model="a") for name in ("first", "second")]
-    small = [picture(f"small {name}", SMALL, 2, arrival=25.0, model=name) for name in "ab"]
+    large = [msgspec.structs.replace(picture(name, LARGE, 30), model="a") for name in ("first", "second")]
+    small = [msgspec.structs.replace(picture(f"small {name}", SMALL, 2, arrival=25.0), model=name) for name in "ab"]
     site = Site("default", 3, Times(shares=True), models={"a": (0, 1), "b": (2,)})
     site.serve([*large, *small])
     assert site.ranks_of("small b") == [(2,)] * 2
