@@ -131,7 +131,9 @@ class Site:
         }
         cache = CacheConfig(host_bytes=10**9)
         self.scheduler = StepScheduler(config, infos, self.num_ranks, cache, sizes=loaded.values())
-        started = {rank: [loaded[name] for name in loaded if rank in self.models[name]] for rank in range(self.num_ranks)}
+        started = {
+            rank: [loaded[name] for name in loaded if rank in self.models[name]] for rank in range(self.num_ranks)
+        }
         samples = [each for name in self.models for each in self._samples(name)] if self.is_profiled else ()
         self.scheduler.learn(samples, started.items())
         self.clock, self.ends, self.outputs = Clock(), dict[str, float](), list[Output]()

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.scheduling.policies.buddies import Buddies
-from core.scheduling.policies.planner.rank_sets import MOST_OF_RANK, RankSets
 from core.scheduling.policies.planner.rank_plan import Contender, degrees, moves, plan
+from core.scheduling.policies.planner.rank_sets import MOST_OF_RANK, RankSets
 
 SPEEDS = {1: 1.0, 2: 1.9, 4: 3.5, 8: 5.0}
 
