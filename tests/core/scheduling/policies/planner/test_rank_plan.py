@@ -98,7 +98,7 @@ def test_a_request_stays_where_its_state_is_and_shrinks_to_its_first_ranks() -> 
     assert plan([held], range(8), RankSets()) == {"a": tuple(range(8))}
     others = [contender(str(index)) for index in range(7)]
     assert plan([held, *others], range(8), RankSets())["a"] == (4,)
-    assert plan([contender("a", held=(2,)), contender("b", held=(4, 5))], range(8))["b"] == (4, 5, 6, 7)
+    assert plan([contender("a", held=(2,)), contender("b", held=(4, 5))], range(8), RankSets())["b"] == (4, 5, 6, 7)
 
 
 def test_a_request_waits_for_ranks_on_which_another_one_still_runs() -> None:
@@ -123,8 +123,8 @@ def test_ranks_that_only_some_have_a_model_for_are_shared_among_those() -> None:
     assert plan([a, b, c, other], range(8), RankSets())["other"] == odd
     anywhere = contender("anywhere")
     assert degrees([anywhere, contender("one", able=(0,))], range(2)) == [1, 1]
-    assert plan([anywhere, contender("one", able=(0,))], range(2)) == {"anywhere": (1,), "one": (0,)}
-    assert plan([a, contender("late", able=(0,)), other], (0, 1)) == {"a": (0,), "other": (1,)}
+    assert plan([anywhere, contender("one", able=(0,))], range(2), RankSets()) == {"anywhere": (1,), "one": (0,)}
+    assert plan([a, contender("late", able=(0,)), other], (0, 1), RankSets()) == {"a": (0,), "other": (1,)}
 
 
 def test_models_that_move_form_a_bounded_number_of_sets() -> None:
