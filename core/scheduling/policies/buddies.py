@@ -76,7 +76,9 @@ class Buddies:
 
     def sets(self, size: int, able: RankIds = ()) -> Iterator[RankIds]:
         """All free sets of a size, the lowest first."""
-        for first in range(0, len(able) or self._end, size):
+        if not able:
+            yield from (tuple(range(at, at + size)) for at in range(0, self._end, size) if self._is_free(at, size))
+        for first in range(0, len(able), size):
             if ranks := self._free_set(first, size, able):
                 yield ranks
 

@@ -140,7 +140,7 @@ class Site:
         self.engine = SimulatedEngine(self.clock, self.scheduler, self.times, self._note, Ranks())
         self.clocks = self.engine.clocks = CheckedClocks(self.num_ranks, self.times)
 
-    def _samples(self, model: str) -> list[CostSample]:
+    def _samples(self, model: str = "m") -> list[CostSample]:
         steps = [
             CostSample(
                 model, "transformer", "denoise", Work.of([tokens]), seconds / speed, is_profile=True, degree=degree
