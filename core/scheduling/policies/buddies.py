@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from core.handles import RankIds
 
@@ -15,11 +15,14 @@ class Buddies:
     2 M - 1 sets, and no more process groups are ever made (DDiT, section 5).
 
     Where only some ranks have a model, sets for it are made of these in the same way, as if they were numbered anew.
-    `able`: these ranks, ascending; (): all have it.
+    Their number has no such bound where models move. `able`: these ranks, ascending; (): all have it.
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
-        """ranks: those that live and are free, in any order; none below 0."""
+    def __init__(self, ranks: Iterable[int], allow: Callable[[RankIds], bool] | None = None) -> None:
+        """ranks: those that live and are free, in any order; none below 0. allow: whether a set of able ones may be
+        used; None: all may.
+        """
+        self._allow = allow
         self._free = _mask(ranks)
         self._end = 1 << (self._free.bit_length() - 1).bit_length() if self._free else 0
 
@@ -73,7 +76,9 @@ class Buddies:
 
     def sets(self, size: int, able: RankIds = ()) -> Iterator[RankIds]:
         """All free sets of a size, the lowest first."""
-        for first in range(0, len(able) or self._end, size):
+        if not able:
+            yield from (tuple(range(at, at + size)) for at in range(0, self._end, size) if self._is_free(at, size))
+        for first in range(0, len(able), size):
             if ranks := self._free_set(first, size, able):
                 yield ranks
 
@@ -88,7 +93,9 @@ class Buddies:
         if not able:
             return tuple(range(first, first + size)) if self._is_free(first, size) else ()
         ranks = able[first : first + size]
-        return ranks if len(ranks) == size and self.are_free(ranks) else ()
+        if len(ranks) < size or not self.are_free(ranks):
+            return ()
+        return ranks if self._allow is None or self._allow(ranks) else ()
 
     def _is_free(self, first: int, size: int) -> bool:
         return not _range(first, size) & ~self._free

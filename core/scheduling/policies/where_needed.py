@@ -61,6 +61,7 @@ class _LoadPass:
     _orders: dict[RankIds, Load] = field(default_factory=dict)  # by set of ranks
     _seen: set[tuple[Needs, int | None]] = field(default_factory=set)
     _startable: set[ModelKeys] = field(default_factory=set)
+    _needed: set[ModelKeys] = field(default_factory=set)  # by requests that were considered
 
     def run(
         self,
@@ -105,6 +106,7 @@ class _LoadPass:
 
     def _keep(self, needs: Needs, rank: int | None = None) -> None:
         """Note that these are needed where they are, or are being loaded. rank: the only one that can make steps."""
+        self._needed.update(needs)
         for keys in needs:
             if (home := self._home(keys, rank if keys.makes_steps else None)) is not None:
                 self._kept.setdefault(home, set()).update(keys.keys)
@@ -163,7 +165,11 @@ class _LoadPass:
         return None
 
     def _consider_copy(self, needs: Needs, rank: int) -> None:
-        """Consider a copy for a rank. Only copies are dropped for it, and no load is repeated that has failed there."""
+        """Consider a copy for a rank, unless the requests that needed it have ended since. Only copies are dropped for
+        it, and no load is repeated that has failed there.
+        """
+        if not self._needed.issuperset(needs):
+            return
         ranks = next((ranks for ranks in self.residency.sets if rank in ranks), None)
         room = None if ranks is None or self._is_loading(ranks) else self._room(keys_of(needs), ranks)
         if room is None or not room.load or self.residency.has_failed_on(room.ranks, room.load):

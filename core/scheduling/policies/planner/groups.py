@@ -14,6 +14,7 @@ from core.graph.workflow import op_of
 from core.handles import RankIds
 from core.scheduling.policies.buddies import power_of_two
 from core.scheduling.policies.planner.rank_plan import Contender, degrees, moves, pays, plan
+from core.scheduling.policies.planner.rank_sets import RankSets
 from core.scheduling.policies.planner.step_homes import StepCost
 from core.scheduling.policies.step_speeds import Speeds, StepSpeeds
 from core.scheduling.requests.deadlines import due
@@ -152,6 +153,7 @@ class Groups:
 
     def __init__(self, predictions: Predictions) -> None:
         self._predictions = predictions
+        self._sets = RankSets()
         self._places: dict[str, RankIds] = {}  # request id -> ranks of the last batch that it was done in
         # As of the last `line_up`.
         self._queue: list[Request] = []  # in order; of the small ones only the first
@@ -202,8 +204,10 @@ class Groups:
         queue = self._ready_queue(view)
         contenders = self._with_lanes(view, list(self._contenders(view, queue, now)))
         self._first = {each.name: each.first for each in contenders}
-        places = plan(contenders, view.ranks)
-        groups = moves(contenders, places, view.ranks)
+        places = plan(contenders, view.ranks, self._sets)
+        groups = moves(contenders, places, view.ranks, self._sets)
+        for ranks in groups.values():
+            self._sets.note(ranks)
         self.moving = frozenset(
             rank
             for each in contenders
@@ -247,7 +251,7 @@ class Groups:
         for request in self._queue:
             if len(queue) >= most:
                 break
-            if able := self._able.get(request.id):
+            if request.id in self._large and (able := self._able.get(request.id)):
                 of_model[able] += 1
                 if of_model[able] > len(able):
                     continue

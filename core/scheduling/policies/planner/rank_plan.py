@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from core.handles import RankIds
 from core.scheduling.policies.buddies import Buddies, power_of_two
+from core.scheduling.policies.planner.rank_sets import RankSets
 
 MIN_REDUCTION = 0.1
 """A request gets ranks that no other one needs only if they save at least this share of its time."""
@@ -38,12 +39,12 @@ class Contender:
         return next((degree for degree, seconds in times if seconds is not None and seconds <= limit), 1)
 
 
-def plan(contenders: Sequence[Contender], ranks: Sequence[int]) -> dict[str, RankIds]:
+def plan(contenders: Sequence[Contender], ranks: Sequence[int], sets: RankSets) -> dict[str, RankIds]:
     """Name -> the ranks that it is to have; no two contenders share a rank. Planned as if nothing was running, except
     that contenders that are ending keep their ranks. contenders: the most urgent first. ranks: those that may be used,
-    ascending.
+    ascending. sets: of several ranks that may be used.
     """
-    buddies, places = Buddies(ranks), dict[str, RankIds]()
+    buddies, places = Buddies(ranks, sets.allow), dict[str, RankIds]()
     for contender in contenders:
         if contender.is_ending and contender.held and buddies.are_free(contender.held):
             buddies.hold(contender.held)
@@ -154,11 +155,13 @@ def _cost(contender: Contender, ranks: RankIds, holders: Mapping[int, str]) -> t
     return sum(holders.get(rank, contender.name) != contender.name for rank in ranks), ranks[0] not in contender.held
 
 
-def moves(contenders: Sequence[Contender], places: Mapping[str, RankIds], ranks: Sequence[int]) -> dict[str, RankIds]:
+def moves(
+    contenders: Sequence[Contender], places: Mapping[str, RankIds], ranks: Sequence[int], sets: RankSets
+) -> dict[str, RankIds]:
     """Name -> the ranks on which it can run next, for contenders that are not running. If others still run on its
     planned ranks, a contender stays on the ranks that it held, or takes free ones, at most as many as planned.
     """
-    buddies, now = Buddies(ranks), dict[str, RankIds]()
+    buddies, now = Buddies(ranks, sets.allow), dict[str, RankIds]()
     # Several may run on one rank: after a second rank has joined, or when small requests have become large ones.
     buddies.hold({rank for contender in contenders if contender.is_running for rank in contender.held if rank in ranks})
     blocked = list[Contender]()

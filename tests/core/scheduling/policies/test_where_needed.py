@@ -273,12 +273,14 @@ def test_a_copy_that_is_wanted_makes_room_of_other_copies_alone() -> None:
     rig = Rig(budget=10, ranks=4, set_size=1, models=FIVE)
     for rank, name in enumerate("aaab"):
         rig.join(rank, name)
-    assert rig.order(copies=[("a", 3)]) == (), "nobody else has b"
-    assert rig.order(copies=[("b", 0), ("b", 1), ("c", 2)]) == tuple(
+    assert rig.order(["a"], copies=[("a", 3)]) == (), "nobody else has b"
+    assert rig.order(copies=[("b", 0)]) == (), "its requests have ended"
+    assert rig.order(["b"], copies=[("b", 0), ("b", 1), ("b", 2)]) == tuple(
         Load((rank,), (transformer("b"),), (transformer("a"),)) for rank in (0, 1)
     ), "one a stays"
     rig.residency.note_failed(0, transformer("b"), BROKEN, 0.0)
-    assert transformer("b") not in [key for load in rig.order(copies=[("b", 0)]) for key in load.load], "it has failed"
+    loads = rig.order(["b"], copies=[("b", 0)])
+    assert transformer("b") not in [key for load in loads for key in load.load], "it has failed"
 
 
 def test_steps_that_one_rank_alone_can_make_get_their_model_there() -> None:

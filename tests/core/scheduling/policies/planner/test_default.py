@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from statistics import mode
@@ -25,6 +25,7 @@ from core.config import CacheConfig, SchedulerConfig, SchedulingPolicyName
 from core.costs.useful_degree import useful_degree
 from core.failure import Failure
 from core.graph.work import Work
+from core.handles import LoadedComponent, ModelKey
 from core.messages.engine import EngineRequest, Finished
 from core.messages.worker import Batch, BatchResult, CostSample, StepPlan, Transfer
 from core.scheduling.endings import Output
@@ -110,6 +111,7 @@ class Site:
     is_profiled: bool = True
     ahead: bool = False
     max_degree: int = 64
+    models: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {"m": ()})  # name -> its ranks; (): all
 
     def __post_init__(self) -> None:
         config = SchedulerConfig(
@@ -118,28 +120,39 @@ class Site:
             max_plans_in_flight=2 if self.ahead else 1,
             max_ahead_ms=60000.0,
             max_degree=self.max_degree,
+            model_bytes=1 if any(self.models.values()) else 0,
         )
-        model = msgspec.structs.replace(MODEL, page_scheme=SCHEME)
+        loaded = {name: LoadedComponent(ModelKey(name, "transformer"), 1) for name in self.models if self.models[name]}
+        infos = {
+            name: msgspec.structs.replace(
+                MODEL, name=name, page_scheme=SCHEME, components=(loaded[name].key,) if name in loaded else ()
+            )
+            for name in self.models
+        }
         cache = CacheConfig(host_bytes=10**9)
-        self.scheduler = StepScheduler(config, {"m": model}, self.num_ranks, cache)
-        self.scheduler.learn(self._samples() if self.is_profiled else ())
+        self.scheduler = StepScheduler(config, infos, self.num_ranks, cache, sizes=loaded.values())
+        started = {
+            rank: [loaded[name] for name in loaded if rank in self.models[name]] for rank in range(self.num_ranks)
+        }
+        samples = [each for name in self.models for each in self._samples(name)] if self.is_profiled else ()
+        self.scheduler.learn(samples, started.items())
         self.clock, self.ends, self.outputs = Clock(), dict[str, float](), list[Output]()
         self.engine = SimulatedEngine(self.clock, self.scheduler, self.times, self._note, Ranks())
         self.clocks = self.engine.clocks = CheckedClocks(self.num_ranks, self.times)
 
-    def _samples(self) -> list[CostSample]:
+    def _samples(self, model: str = "m") -> list[CostSample]:
         steps = [
             CostSample(
-                "m", "transformer", "denoise", Work.of([tokens]), seconds / speed, is_profile=True, degree=degree
+                model, "transformer", "denoise", Work.of([tokens]), seconds / speed, is_profile=True, degree=degree
             )
             for tokens, seconds in SECONDS.items()
             for degree, speed in SPEED[tokens].items()
         ]
         pairs = [
-            CostSample("m", "transformer", "denoise", Work.of([t, t]), s * (1 if self.times.shares else 2), True)
+            CostSample(model, "transformer", "denoise", Work.of([t, t]), s * (1 if self.times.shares else 2), True)
             for t, s in SECONDS.items()
         ]
-        return [*steps, *pairs, CostSample("m", "vae", "decode", Work.of([256]), self.times.decode, is_profile=True)]
+        return [*steps, *pairs, CostSample(model, "vae", "decode", Work.of([256]), self.times.decode, is_profile=True)]
 
     def _note(self, outputs: tuple[Output, ...]) -> None:
         for output in outputs:
@@ -341,6 +354,16 @@ def test_small_requests_wait_for_their_turn() -> None:
     ends = site.serve([*large, *small])
     assert _start(site, "small 0.5") < 0.5 + SECONDS[LARGE] + DECODE
     assert _start(site, "small 3.0") >= min(ends["a"], ends["b"]) - DECODE
+
+
+def test_small_requests_of_another_model_do_not_wait_for_ranks_that_lack_it() -> None:
+    """Large ones of a have the ranks with a, and a small one of a waits in front of the one of b."""
+    large = [msgspec.structs.replace(picture(name, LARGE, 30), model="a") for name in ("first", "second")]
+    small = [msgspec.structs.replace(picture(f"small {name}", SMALL, 2, arrival=25.0), model=name) for name in "ab"]
+    site = Site("default", 3, Times(shares=True), models={"a": (0, 1), "b": (2,)})
+    site.serve([*large, *small])
+    assert site.ranks_of("small b") == [(2,)] * 2
+    assert _start(site, "small b") < 25.1
 
 
 def test_requests_that_shared_the_last_rank_part_when_another_is_back() -> None:

@@ -20,14 +20,15 @@ from core.handles import LoadedComponent, ModelKey
 from core.messages.engine import EngineRequest
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
+from core.scheduling.policies.planner import copies
 from core.scheduling.policies.planner.default import Default
 from core.scheduling.requests.request import Request
 from core.scheduling.scheduler import StepScheduler
 
-SEEDS = (*range(80), 245, 465, 1259, 1363, 1368, 1397, 1414, 5417, 6336)
+SEEDS = (*range(80), 245, 465, 1259, 1363, 1368, 1397, 1414, 5417, 20022, 6336)
 """With each of the last ones all ranks once waited: pages were to be primed by a model that was not loaded, or small
-requests had no ranks when the large ones, or the first of the small ones, had ended. With the last of all steps were
-repeated on a rank that held what another one waited for."""
+requests had no ranks when the large ones, or the first of the small ones, had ended, or others when one that had to run
+alone was given up. With the last of all steps were repeated on a rank that held what another one waited for."""
 
 TEXT_ENCODER, VAE = ModelKey("0", "text_encoder"), ModelKey("0", "vae")
 
@@ -51,6 +52,7 @@ class Stress(LiveSite):
         super().__init__(random, self._scheduler(random), workers)
         self._start(random)
         self.added: list[str] = []
+        self.num_copies = 0  # of models that were wanted, over all passes
         self._num_deaths_left = random.choice([0, 0, 1, 3, 6])
         self._without_steps: set[str] = set()  # ids of requests that have left their slots
 
@@ -96,6 +98,7 @@ class Stress(LiveSite):
 
     def schedule(self) -> None:
         super().schedule()
+        self.num_copies += len(self.policy.copies)
         self.check_slots()
 
     def disturb_once(self) -> None:
@@ -232,8 +235,20 @@ def _has_slot(request: Request) -> bool:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_request_ends(seed: int) -> None:
+    _run(seed)
+
+
+@pytest.mark.parametrize("seed", [92, 98, 139, 144, 177, 178, 215, 228])
+def test_every_request_ends_while_models_move(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was asked for is forgotten so soon that models get further ranks within seconds."""
+    monkeypatch.setattr(copies, "MEMORY_SECONDS", 2.0)
+    assert _run(seed).num_copies
+
+
+def _run(seed: int) -> Stress:
     random = Random(seed)
     stress = Stress(random)
     with compared(stress.policy):
         stress.run(random.randint(1, 16))
     stress.check_ends()
+    return stress

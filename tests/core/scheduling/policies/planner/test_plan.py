@@ -25,6 +25,7 @@ from core.messages.engine import EngineRequest, Failed, Finished
 from core.messages.worker import Batch, ItemResult
 from core.scheduling.endings import Output
 from core.scheduling.policies.planner.plan import Plan, Planner
+from core.scheduling.reports.slowness import MOST
 from core.scheduling.requests.request import SUSPECT_DEATHS, Request
 from core.scheduling.scheduler import StepScheduler
 
@@ -319,3 +320,13 @@ def test_pauses_between_batches_are_learnt_and_reckoned_with() -> None:
         outputs = engine.serve([edit("before", 60, None), *(edit(name, 10, 20.0, arrival=200.0) for name in "ab")])
         assert max(engine.sizes) == most, "two together would both be late"
         assert sum(isinstance(outputs[name], Finished) for name in "ab") == most
+
+
+def test_an_idle_server_refuses_nothing_after_slow_times_and_forgets_them() -> None:
+    """Each request takes 10 s alone, and would seem to take twice as long."""
+    engine = Engine("default")
+    slowness = engine.scheduler._predictor.slowness
+    slowness.value = MOST
+    outputs = engine.serve([edit(str(index), 10, 11.0, arrival=20.0 * index) for index in range(20)])
+    assert set(kinds(outputs).values()) == {"Finished"}
+    assert slowness.value == pytest.approx(1.0, abs=0.05)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from random import Random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from core.scheduling.policies.buddies import Buddies
 from core.scheduling.policies.planner.rank_plan import Contender, degrees, moves, plan
+from core.scheduling.policies.planner.rank_sets import MOST_OF_RANK, RankSets
 
 SPEEDS = {1: 1.0, 2: 1.9, 4: 3.5, 8: 5.0}
 
@@ -53,7 +57,7 @@ def states(draw: st.DrawFn) -> tuple[list[Contender], list[int]]:
 @given(states())
 def test_plans_are_disjoint_sets_of_buddies_for_the_first_requests(state: tuple[list[Contender], list[int]]) -> None:
     contenders, ranks = state
-    places = plan(contenders, ranks)
+    places = plan(contenders, ranks, RankSets())
     used = [rank for place in places.values() for rank in place]
     assert len(used) == len(set(used))
     assert set(used) <= set(ranks)
@@ -73,7 +77,7 @@ def test_plans_are_disjoint_sets_of_buddies_for_the_first_requests(state: tuple[
 @given(states())
 def test_moves_leave_alone_what_runs(state: tuple[list[Contender], list[int]]) -> None:
     contenders, ranks = state
-    now = moves(contenders, plan(contenders, ranks), ranks)
+    now = moves(contenders, plan(contenders, ranks, RankSets()), ranks, RankSets())
     running = {rank for each in contenders if each.is_running for rank in each.held}
     used = [rank for place in now.values() for rank in place]
     assert len(used) == len(set(used))
@@ -91,16 +95,16 @@ def test_ranks_that_nobody_wants_go_to_those_that_save_most() -> None:
 
 def test_a_request_stays_where_its_state_is_and_shrinks_to_its_first_ranks() -> None:
     held = contender("a", held=(4, 5, 6, 7))
-    assert plan([held], range(8)) == {"a": tuple(range(8))}
+    assert plan([held], range(8), RankSets()) == {"a": tuple(range(8))}
     others = [contender(str(index)) for index in range(7)]
-    assert plan([held, *others], range(8))["a"] == (4,)
-    assert plan([contender("a", held=(2,)), contender("b", held=(4, 5))], range(8))["b"] == (4, 5, 6, 7)
+    assert plan([held, *others], range(8), RankSets())["a"] == (4,)
+    assert plan([contender("a", held=(2,)), contender("b", held=(4, 5))], range(8), RankSets())["b"] == (4, 5, 6, 7)
 
 
 def test_a_request_waits_for_ranks_on_which_another_one_still_runs() -> None:
     grows, leaves = contender("grows", first=2, held=(0,)), contender("leaves", held=(1,), is_running=True)
-    assert moves([grows, leaves], {"grows": (0, 1)}, range(2)) == {"grows": (0,)}
-    assert moves([grows], {"grows": (0, 1)}, range(2)) == {"grows": (0, 1)}
+    assert moves([grows, leaves], {"grows": (0, 1)}, range(2), RankSets()) == {"grows": (0,)}
+    assert moves([grows], {"grows": (0, 1)}, range(2), RankSets()) == {"grows": (0, 1)}
 
 
 def test_a_request_that_is_due_asks_for_the_ranks_that_it_needs() -> None:
@@ -113,11 +117,28 @@ def test_ranks_that_only_some_have_a_model_for_are_shared_among_those() -> None:
     """Two models, each on every second rank: three requests of one leave its own ranks to the other."""
     even, odd = (0, 2, 4, 6), (1, 3, 5, 7)
     a, b, c = (contender(name, able=even) for name in "abc")
-    assert plan([a, b], range(8)) == {"a": (0, 2), "b": (4, 6)}
+    assert plan([a, b], range(8), RankSets()) == {"a": (0, 2), "b": (4, 6)}
     other = contender("other", able=odd)
     assert degrees([a, b, c, other], range(8)) == [2, 1, 1, 4]
-    assert plan([a, b, c, other], range(8))["other"] == odd
+    assert plan([a, b, c, other], range(8), RankSets())["other"] == odd
     anywhere = contender("anywhere")
     assert degrees([anywhere, contender("one", able=(0,))], range(2)) == [1, 1]
-    assert plan([anywhere, contender("one", able=(0,))], range(2)) == {"anywhere": (1,), "one": (0,)}
-    assert plan([a, contender("late", able=(0,)), other], (0, 1)) == {"a": (0,), "other": (1,)}
+    assert plan([anywhere, contender("one", able=(0,))], range(2), RankSets()) == {"anywhere": (1,), "one": (0,)}
+    assert plan([a, contender("late", able=(0,)), other], (0, 1), RankSets()) == {"a": (0,), "other": (1,)}
+
+
+def test_models_that_move_form_a_bounded_number_of_sets() -> None:
+    """Each keeps a process group. Requests whose ranks form no further one have fewer ranks."""
+    sets, random, used = RankSets(), Random(0), set[tuple[int, ...]]()
+    for _ in range(500):
+        able = tuple(sorted(random.sample(range(16), 4)))
+        (ranks,) = plan([contender("a", 30, able=able)], range(16), sets).values()
+        assert set(ranks) <= set(able)
+        sets.note(ranks)
+        used.add(ranks)
+    of_rank = Counter(rank for ranks in used if len(ranks) > 1 for rank in ranks)
+    assert max(of_rank.values()) <= MOST_OF_RANK + 4, "of buddies there are 2, 4, 8 and 16"
+    assert {len(ranks) for ranks in used} == {1, 2, 4}
+    assert plan([contender("a", 30)], range(16), sets) == {"a": tuple(range(8))}, "as if all of them had it"
+    known = next(ranks for ranks in used if len(ranks) == 4)
+    assert plan([contender("a", 30, able=known)], range(16), sets) == {"a": known}
