@@ -205,7 +205,8 @@ class Fleet:
         self._num_sends += 1
         sent = self._make_sent(engine, shape, now)
         self._pending[engine].append(sent)
-        self._models.send(engine, sent.needed, self._work(shape), now)
+        drained = now + float(self.drain_seconds(self.slots, now)[engine]) if sent.needed else 0.0
+        self._models.send(engine, sent.needed, self._work(shape), drained, now)
         self._set_held(engine, float(self.num_requests[engine]) + 1)
         self.priming_seconds[engine] += sent.priming_seconds
         if sent.load is not None:
@@ -291,6 +292,11 @@ class Fleet:
     def load_wait(self, shape: RequestShape, now: float) -> LoadWait | None:
         """How long the request waits for its model's weights on each engine; None: they are there everywhere."""
         return self._models.wait(shape.needed, now)
+
+    def drain_seconds(self, slots: EngineSlots, now: float) -> Vector:
+        """Until all that each engine holds is done, shape [engines]. slots: of any request."""
+        left = np.add.reduce(slots.steps * slots.seconds) + slots.steps[0] * self.base_seconds
+        return np.maximum(slots.free_at - now + left, 0.0)
 
     def before(self, priority: int, now: float, owner: str = "") -> Fleet:
         """The fleet as seen by a new request of this owner and class, without the waiting requests that it overtakes:

@@ -24,6 +24,10 @@ class LoadWait(NamedTuple):
     seconds: Vector  # until they are loaded and the requests are done that wait for them already
     repeated: Vector  # by which loading them should wait for another engine that loads them already
     is_first: npt.NDArray[np.bool_]  # whether no request has asked for them there
+    # Of loads that no request has asked for there:
+    own: Vector  # seconds of loading them
+    drops: npt.NDArray[np.bool_]  # whether others are dropped for them
+    waits_for_room: npt.NDArray[np.bool_]  # whether these are needed, so that requests have to end before
 
 
 class _Places:
@@ -34,6 +38,7 @@ class _Places:
         self.behind: Vector = np.zeros(num_engines)
         self.due: Vector = np.zeros(num_engines)  # when they are loaded, if they are being loaded; in the past: there
         self.own: Vector = np.zeros(num_engines)  # seconds of loading them, if nobody has asked for them; 0: they have
+        self.nbytes: Vector = np.zeros(num_engines)  # that loading them adds
         # Of all engines, because most decisions look no further.
         self.are_asked_for, self.last_due = True, 0.0
 
@@ -63,6 +68,9 @@ class ModelMap:
         self._places: dict[Weights, _Places] = {}
         self._ranks: dict[Weights, dict[int, RankIds]] = {}  # engine -> those that have them, where not all do
         self._until: Vector = np.zeros(num_engines)  # when what requests wait for is loaded
+        # Bytes for further weights: without dropping any, and with those that no request needs.
+        self._free: Vector = np.full(num_engines, np.inf)
+        self._idle: Vector = np.full(num_engines, np.inf)
         # By engine: what it has reported, and what was sent there since to be loaded.
         self._reported: list[dict[Weights, tuple[float, float]]] = [{} for _ in range(num_engines)]  # -> due, own
         self._reported_until = [0.0] * num_engines
@@ -80,6 +88,8 @@ class ModelMap:
         if report.load_seconds is not None:
             self._reported_until[engine] = now + report.load_seconds
         self._until[engine] = self._reported_until[engine]
+        room = report.room
+        self._free[engine], self._idle[engine] = (np.inf, np.inf) if room is None else (room.free, room.idle)
         for load in report.models:
             self._take(engine, load, now)
         for needed, time in sent:
@@ -88,22 +98,28 @@ class ModelMap:
             if places.own[engine]:  # the requests that asked have ended
                 places.behind[engine] = 0.0
 
-    def send(self, engine: int, needed: Sequence[Weights], work: float, now: float) -> None:
+    def send(
+        self, engine: int, needed: Sequence[Weights], work: float, drained: float, now: float
+    ) -> None:
         """Note that a request was sent there that needs these: they are loaded if they are not there. work: its seconds
-        without a wait.
+        without a wait. drained: when what the engine had before is done.
         """
-        self._ask(engine, needed, now)
+        self._ask(engine, needed, now, drained)
         for weights in needed:
             places = self._places.get(weights)
             if places is not None and places.is_coming(engine, now):
                 places.behind[engine] += work
 
-    def _ask(self, engine: int, needed: Iterable[Weights], now: float) -> None:
+    def _ask(self, engine: int, needed: Iterable[Weights], now: float, drained: float = 0.0) -> None:
         for weights in needed:
             places = self._places.get(weights)
             if places is not None and places.own[engine]:
-                until = max(float(self._until[engine]), now) + float(places.own[engine])
+                nbytes = float(places.nbytes[engine])
+                begin = drained if nbytes > self._idle[engine] else now
+                until = max(float(self._until[engine]), begin) + float(places.own[engine])
                 self._until[engine] = until
+                self._free[engine] = max(self._free[engine] - nbytes, 0.0)
+                self._idle[engine] = max(self._idle[engine] - nbytes, 0.0)
                 places.set(engine, until, 0.0)
                 self._asked[engine].add(weights)
 
@@ -117,6 +133,7 @@ class ModelMap:
         self._reported[engine].clear()
         self._asked[engine].clear()
         self._until[engine] = self._reported_until[engine] = 0.0
+        self._free[engine] = self._idle[engine] = np.inf
 
     def drop(self, weights: Weights) -> None:
         """Forget weights that no request needs any more."""
@@ -134,6 +151,7 @@ class ModelMap:
         is_coming = load.state in ("loaded", "loading")
         facts = (now + load.seconds, 0.0) if is_coming else (0.0, load.seconds)
         places.set(engine, *facts)
+        places.nbytes[engine] = load.nbytes
         self._reported[engine][weights] = facts
         ranks = self._ranks.setdefault(weights, {})
         ranks.pop(engine, None)
@@ -175,4 +193,6 @@ class ModelMap:
         seconds = np.where(has_to_load, np.maximum(self._until - now, 0.0) + own, begin)
         begun = coming[(coming > 0.0) & ~has_to_load]
         first = float(begun.min()) if len(begun) else 0.0
-        return LoadWait(seconds, np.minimum(own, first), has_to_load)
+        nbytes: Vector = np.add.reduce([places.nbytes for places in found])
+        drops, waits = has_to_load & (nbytes > self._free), has_to_load & (nbytes > self._idle)
+        return LoadWait(seconds, np.minimum(own, first), has_to_load, own, drops, waits)

@@ -15,6 +15,7 @@ from core.errors import EngineDeadError
 from core.routing.admission import Outlook
 from core.routing.fleet import TINY, EngineSlots, Fleet
 from core.routing.fleet_costs import SizeCosts, Vector
+from core.routing.model_map import LoadWait
 from core.routing.request_shape import RequestShape
 from core.routing.template_map import TemplatePages
 
@@ -46,7 +47,7 @@ class EngineTimes(NamedTuple):
     finish: Vector  # until it is done
     imposed: Vector  # delay of the requests that the engine holds, summed over them
     priming: Vector  # worker time spent on its template's pages
-    repeated: Vector  # by which loading its model should wait for another engine that loads it already
+    loading: Vector  # delay of later requests by what is loaded for it, see `_loading`
 
 
 def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
@@ -82,7 +83,22 @@ def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
     alone = own + (costs.other if shape.num_steps else 0.0)
     finish += alone - own + making + np.minimum(beside, PRIME_SHARE * making)
     imposed = step * np.add.reduce(shared) + alone * slots.num_placed
-    return EngineTimes(finish, imposed, own, NOTHING if load is None else load.repeated)
+    if load is None:
+        return EngineTimes(finish, imposed, own, NOTHING)
+    if load.waits_for_room.any():
+        drained = fleet.drain_seconds(slots, now) + load.seconds + alone + shape.num_steps * (base + step)
+        finish = np.where(load.waits_for_room, drained, finish)
+    return EngineTimes(finish, imposed, own, _loading(load, fleet))
+
+
+def _loading(load: LoadWait, fleet: Fleet) -> Vector:
+    """Delay of later requests, summed over them, by a load that the request would start, float64 [engines].
+
+    It should wait for another engine that loads the same already. What is dropped for it has to be loaded again, for
+    which its next request waits. If other requests need what is dropped, the lane does nothing during both loads, which
+    delays as many requests as a lane holds. What is dropped is assumed to take as long to load.
+    """
+    return load.repeated + load.own * (load.drops + (2.0 * fleet.mean_held) * load.waits_for_room)
 
 
 class PrimingTimes(NamedTuple):
@@ -167,7 +183,7 @@ class MaskAware:
 
     def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
         ahead = predict_times(shape, fleet, now)
-        costs = ahead.finish + ahead.imposed + fleet.mean_held * ahead.priming + ahead.repeated
+        costs = ahead.finish + ahead.imposed + fleet.mean_held * ahead.priming + ahead.loading
         engine = cheapest(costs, fleet)
         return Route(engine, float(ahead.finish[engine]) if fleet.costs.is_known(shape.model) else None)
 
