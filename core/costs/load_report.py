@@ -128,6 +128,7 @@ class Room(msgspec.Struct, frozen=True, array_like=True):
 
     free: int  # that holds nothing
     idle: int  # that holds nothing, or weights that no request of the engine needs
+    used: float = 0.0  # when those of them were used that are dropped first, monotonic seconds; 0: never, or none are
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -104,6 +104,7 @@ class PendingSend:
     priming_seconds: float  # priming that it causes
     time: float  # when it was sent
     needed: tuple[Weights, ...]  # what is loaded for it
+    drained: float  # when what the engine had before is done, if it lacks any of these; else 0
 
 
 class Fleet:
@@ -177,7 +178,7 @@ class Fleet:
             self.templates.observe(engine, resident)
         pending = [sent for sent in self._pending[engine] if sent.number > report.num_received]
         self._pending[engine] = pending
-        self._models.observe(engine, report, [(sent.needed, sent.time) for sent in pending], now)
+        self._models.observe(engine, report, [(sent.needed, sent.time, sent.drained) for sent in pending], now)
         queue = self._queues[engine]
         queue.update(report)
         if not (pending or queue or report.priming_seconds):
@@ -205,8 +206,7 @@ class Fleet:
         self._num_sends += 1
         sent = self._make_sent(engine, shape, now)
         self._pending[engine].append(sent)
-        drained = now + float(self.drain_seconds(self.slots, now)[engine]) if sent.needed else 0.0
-        self._models.send(engine, sent.needed, self._work(shape), drained, now)
+        self._models.send(engine, sent.needed, self._work(shape), sent.drained, now)
         self._set_held(engine, float(self.num_requests[engine]) + 1)
         self.priming_seconds[engine] += sent.priming_seconds
         if sent.load is not None:
@@ -294,7 +294,7 @@ class Fleet:
         return self._models.wait(shape.needed, now)
 
     def drain_seconds(self, slots: EngineSlots, now: float) -> Vector:
-        """Until all that each engine holds is done, shape [engines]. slots: of any request."""
+        """Until each engine is done with all that it holds in the lane of these slots, shape [engines]."""
         left = np.add.reduce(slots.steps * slots.seconds) + slots.steps[0] * self.base_seconds
         return np.maximum(slots.free_at - now + left, 0.0)
 
@@ -395,13 +395,15 @@ class Fleet:
 
     def _make_sent(self, engine: int, shape: RequestShape, now: float) -> PendingSend:
         number, priming = self._num_sent[engine], self._expect_pages(engine, shape)
+        has_to_load = self._models.has_to_load(engine, shape.needed)
+        loads = shape.needed, now + float(self.drain_seconds(self.slots, now)[engine]) if has_to_load else 0.0
         if not shape.num_steps:
-            return PendingSend(number, None, 0.0, priming, now, shape.needed)
+            return PendingSend(number, None, 0.0, priming, now, *loads)
         costs, degree = self.size_costs(shape), self.degree(shape)
         step = float(np.broadcast_to(self.step_seconds_on(shape), self.num_engines)[engine])
         told = shape.priority, False, now, shape.owner
         load = RequestLoad(shape.num_steps, step, costs.other, *told, degree)
-        return PendingSend(number, load, costs.base, priming, now, shape.needed)
+        return PendingSend(number, load, costs.base, priming, now, *loads)
 
     def _expect_pages(self, engine: int, shape: RequestShape) -> float:
         """Note the pages that the engine will have to prime for it; returns the seconds that takes."""

@@ -26,8 +26,8 @@ class LoadWait(NamedTuple):
     is_first: npt.NDArray[np.bool_]  # whether no request has asked for them there
     # Of loads that no request has asked for there:
     own: Vector  # seconds of loading them
-    drops: npt.NDArray[np.bool_]  # whether others are dropped for them
-    waits_for_room: npt.NDArray[np.bool_]  # whether these are needed, so that requests have to end before
+    waits_for_room: npt.NDArray[np.bool_]  # whether all that the engine holds has to end before
+    unused: Vector  # seconds since what is dropped for them was used; 0: it is; infinity: nothing is dropped
 
 
 class _Places:
@@ -71,6 +71,7 @@ class ModelMap:
         # Bytes for further weights: without dropping any, and with those that no request needs.
         self._free: Vector = np.full(num_engines, np.inf)
         self._idle: Vector = np.full(num_engines, np.inf)
+        self._used: Vector = np.zeros(num_engines)  # when those were used last that are dropped first
         # By engine: what it has reported, and what was sent there since to be loaded.
         self._reported: list[dict[Weights, tuple[float, float]]] = [{} for _ in range(num_engines)]  # -> due, own
         self._reported_until = [0.0] * num_engines
@@ -79,30 +80,30 @@ class ModelMap:
     # ------------------------------------------------------------------------------------------------- events
 
     def observe(
-        self, engine: int, report: LoadReport, sent: Iterable[tuple[Sequence[Weights], float]], now: float
+        self, engine: int, report: LoadReport, sent: Iterable[tuple[Sequence[Weights], float, float]], now: float
     ) -> None:
-        """Take over a report. sent: what requests need that are not in it yet, and when each was sent."""
+        """Take over a report. sent: what requests need that are not in it yet, when each was sent, and when what the
+        engine had before is done.
+        """
         asked, self._asked[engine] = self._asked[engine], set()
         for weights in asked:
             self._places[weights].set(engine, *self._reported[engine][weights])
         if report.load_seconds is not None:
             self._reported_until[engine] = now + report.load_seconds
         self._until[engine] = self._reported_until[engine]
-        room = report.room
-        self._free[engine], self._idle[engine] = (np.inf, np.inf) if room is None else (room.free, room.idle)
+        if (room := report.room) is not None:
+            self._free[engine], self._idle[engine], self._used[engine] = room.free, room.idle, room.used
         for load in report.models:
             self._take(engine, load, now)
-        for needed, time in sent:
-            self._ask(engine, needed, time)
+        for needed, time, drained in sent:
+            self._ask(engine, needed, time, drained)
         for places in map(self._places.__getitem__, asked):
             if places.own[engine]:  # the requests that asked have ended
                 places.behind[engine] = 0.0
 
-    def send(
-        self, engine: int, needed: Sequence[Weights], work: float, drained: float, now: float
-    ) -> None:
+    def send(self, engine: int, needed: Sequence[Weights], work: float, drained: float, now: float) -> None:
         """Note that a request was sent there that needs these: they are loaded if they are not there. work: its seconds
-        without a wait. drained: when what the engine had before is done.
+        without a wait. drained: when what the engine had before is done, if it has to load any.
         """
         self._ask(engine, needed, now, drained)
         for weights in needed:
@@ -110,7 +111,11 @@ class ModelMap:
             if places is not None and places.is_coming(engine, now):
                 places.behind[engine] += work
 
-    def _ask(self, engine: int, needed: Iterable[Weights], now: float, drained: float = 0.0) -> None:
+    def has_to_load(self, engine: int, needed: Iterable[Weights]) -> bool:
+        """Whether any of these is not there, and no request has asked for it."""
+        return any(places.own[engine] for each in needed if (places := self._places.get(each)) is not None)
+
+    def _ask(self, engine: int, needed: Iterable[Weights], now: float, drained: float) -> None:
         for weights in needed:
             places = self._places.get(weights)
             if places is not None and places.own[engine]:
@@ -194,5 +199,6 @@ class ModelMap:
         begun = coming[(coming > 0.0) & ~has_to_load]
         first = float(begun.min()) if len(begun) else 0.0
         nbytes: Vector = np.add.reduce([places.nbytes for places in found])
-        drops, waits = has_to_load & (nbytes > self._free), has_to_load & (nbytes > self._idle)
-        return LoadWait(seconds, np.minimum(own, first), has_to_load, own, drops, waits)
+        waits = has_to_load & (nbytes > self._idle)
+        unused = np.where(has_to_load & (nbytes > self._free), np.where(waits, 0.0, now - self._used), np.inf)
+        return LoadWait(seconds, np.minimum(own, first), has_to_load, own, waits, unused)

@@ -94,11 +94,12 @@ def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
 def _loading(load: LoadWait, fleet: Fleet) -> Vector:
     """Delay of later requests, summed over them, by a load that the request would start, float64 [engines].
 
-    It should wait for another engine that loads the same already. What is dropped for it has to be loaded again, for
-    which its next request waits. If other requests need what is dropped, the lane does nothing during both loads, which
-    delays as many requests as a lane holds. What is dropped is assumed to take as long to load.
+    It should wait for another engine that loads the same already. What is dropped for it is loaded again for its next
+    request, and was asked for about once in the time since its last use: so many come during both loads, at most twice
+    those that a lane holds. Both loads are assumed to take as long.
     """
-    return load.repeated + load.own * (load.drops + (2.0 * fleet.mean_held) * load.waits_for_room)
+    again = np.minimum(1.0 + 2.0 * load.own / np.maximum(load.unused, TINY), max(1.0, 2.0 * fleet.mean_held))
+    return load.repeated + np.where(np.isfinite(load.unused), load.own * again, 0.0)
 
 
 class PrimingTimes(NamedTuple):

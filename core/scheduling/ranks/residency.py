@@ -65,7 +65,7 @@ class Residency:
         self._awaited: list[dict[ModelKey, None]] = [{} for _ in range(num_ranks)]
         self._since: dict[tuple[int, ModelKey], int] = {}  # (rank, its component) -> number of its load
         self._num_loads = 0
-        self._uses: dict[ModelKey, int] = {}  # component -> number of its last use
+        self._uses: dict[ModelKey, tuple[int, float]] = {}  # component -> number and time of its last use
         self._num_uses = 0
         self._on_demand: dict[ModelKeys, None] = {}  # of no model's own needs: what requests have asked for
         self._copies: Counter[ModelKey] = Counter()  # component -> live ranks that have it or are loading it
@@ -214,11 +214,11 @@ class Residency:
         for place in [place for place in self._since if place[1] == key]:
             del self._since[place]
 
-    def note_use(self, used: ModelKeys) -> None:
+    def note_use(self, used: ModelKeys, now: float) -> None:
         """Note that a batch uses these components."""
         self._num_uses += 1
         for key in used.keys:
-            self._uses[key] = self._num_uses
+            self._uses[key] = self._num_uses, now
 
     def note_full(self, ranks: RankIds) -> None:
         """Note that a set has no room for more without a request, until something of it changes. Not noted where a load
@@ -489,7 +489,11 @@ class Residency:
 
     def last_use(self, key: ModelKey) -> int:
         """A number that grows with the time of a component's last use; 0: it was not used yet."""
-        return self._uses.get(key, 0)
+        return self._uses.get(key, (0, 0.0))[0]
+
+    def used(self, key: ModelKey) -> float:
+        """When a component was used last, monotonic seconds; 0: it was not used yet."""
+        return self._uses.get(key, (0, 0.0))[1]
 
     def _on(self, rank: int) -> set[ModelKey]:
         """What a rank has or is loading."""

@@ -162,11 +162,14 @@ class _LoadForecast:
 
     def room(self) -> Room:
         """On the set that has most, once the planned loads have ended. There is a budget."""
-        residency = self._residency
-        held = [(residency.present(ranks) | loads.keys(), self._in_use(ranks)) for ranks, loads in self._loads.items()]
-        free = (-residency.excess((), present) for present, _ in held)
-        idle = (-residency.excess((), in_use) for _, in_use in held)
-        return Room(max((0, *free)), max((0, *idle)))
+        found = (self._room_on(ranks) for ranks in self._loads)
+        return max(found, key=lambda room: (room.idle, room.free, -room.used), default=Room(0, 0))
+
+    def _room_on(self, ranks: RankIds) -> Room:
+        residency, in_use = self._residency, self._in_use(ranks)
+        present = residency.present(ranks) | in_use
+        free, idle = (max(0, -residency.excess((), keys)) for keys in (present, in_use))
+        return Room(free, idle, min(map(residency.used, present - in_use), default=0.0))
 
     def _in_use(self, ranks: RankIds) -> set[ModelKey]:
         """What a set has that live requests need, and what it loads for them."""
