@@ -157,8 +157,10 @@ class _LoadForecast:
 
     def added_bytes(self, needs: Needs) -> int:
         """ModelLoad.nbytes for these."""
+        if not (self._residency.budget and self._ends):
+            return 0
         missing = keys_of(self._residency.missing(needs))
-        return sum(map(self._residency.size_of, missing)) if self._ends and self._soonest(missing)[2] else 0
+        return sum(map(self._residency.size_of, missing)) if missing and self._soonest(missing)[2] else 0
 
     def room(self) -> Room:
         """On the set that has most, once the planned loads have ended. There is a budget."""

@@ -178,6 +178,8 @@ class Reporter:
             steps_repeated=steps_repeated,
             prime_chunks=self._cache.num_chunks,
             busy_seconds=dict(counters.busy_seconds),
+            model_hits=dict(self._ranks.uses.hits),
+            model_loads=self._ranks.uses.loads(),
             recent_steps=recent,
             cache=self._cache.stats(),
         )
