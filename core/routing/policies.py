@@ -94,11 +94,13 @@ def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
 def _loading(load: LoadWait, fleet: Fleet) -> Vector:
     """Delay of later requests, summed over them, by a load that the request would start, float64 [engines].
 
-    It should wait for another engine that loads the same already. What is dropped for it is loaded again for its next
-    request, and was asked for about once in the time since its last use: so many come during both loads, at most twice
-    those that a lane holds. Both loads are assumed to take as long.
+    It should wait for another engine that loads the same already. What is dropped for it has to be loaded again. It was
+    last used some time ago, and so is asked for about once in such a time: its next request waits for that load, and so
+    do those that come during both loads, at most as many in each as a lane holds, or one. Both loads are assumed to take
+    as long.
     """
-    again = np.minimum(1.0 + 2.0 * load.own / np.maximum(load.unused, TINY), max(1.0, 2.0 * fleet.mean_held))
+    again = 1.0 + 2.0 * load.own / np.maximum(load.unused, TINY)
+    again = np.minimum(again, 2.0 * max(1.0, fleet.mean_held))
     return load.repeated + np.where(np.isfinite(load.unused), load.own * again, 0.0)
 
 
