@@ -124,9 +124,9 @@ def test_two_engines_hold_different_models(tmp_path: Path, five_paths: dict[str,
         (home,) = (engine for engine, name in after if name == "1")
 
         def run(name: str) -> None:
-            np.testing.assert_array_equal(edit(client, model=name, steps=20)[0], long[name])
+            np.testing.assert_array_equal(edit(client, model=name, num_inference_steps=20)[0], long[name])
 
-        long = {name: edit(client, model=name, steps=20)[0] for name in two}
+        long = {name: edit(client, model=name, num_inference_steps=20)[0] for name in two}
         with ThreadPoolExecutor(4) as pool:
             answers = [pool.submit(run, name) for name in (*two, *two)]
             kill_engine(server, home)
