@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -56,6 +57,7 @@ class EngineSlots(NamedTuple):
     free_at: Vector  # when that is, in seconds of the caller's clock, shape [engines]
     pace: Vector  # seconds of a step of the requests in the slots, shape [engines]
     num_placed: Vector  # number of these requests, shape [engines]
+    left: Vector  # seconds from then until all of them are done, if no other begins, shape [engines]
     steps: Vector  # steps left in each slot, most first, shape [slots, engines]
     seconds: Vector  # seconds that the request in each slot adds to a step, shape [slots, engines]
 
@@ -73,13 +75,13 @@ class _KnownSlots:
     """EngineSlots of one kind of request."""
 
     def __init__(self, rows: Vector, num_slots: int, stale: Iterable[int]) -> None:
-        """rows: shape [3 + 2 * num_slots, engines]. stale: engines whose column is to be computed."""
+        """rows: shape [4 + 2 * num_slots, engines]. stale: engines whose column is to be computed."""
         self.rows, self.stale, self._num_slots = rows, {*stale}, num_slots
-        self.slots = EngineSlots(rows[0], rows[1], rows[2], rows[3 : 3 + num_slots], rows[3 + num_slots :])
+        self.slots = EngineSlots(*rows[:4], rows[4 : 4 + num_slots], rows[4 + num_slots :])
 
     @classmethod
     def empty(cls, num_slots: int, num_engines: int, stale: Iterable[int] = ()) -> _KnownSlots:
-        made = cls(np.zeros((3 + 2 * num_slots, num_engines)), num_slots, stale)
+        made = cls(np.zeros((4 + 2 * num_slots, num_engines)), num_slots, stale)
         made.slots.pace[:] = TINY
         return made
 
@@ -91,7 +93,8 @@ class _KnownSlots:
         pace = max(base + sum([seconds for _, seconds in left]), TINY) if left else TINY
         padding = [0.0] * (self._num_slots - len(left))
         steps, seconds = [steps for steps, _ in left], [seconds for _, seconds in left]
-        self.rows[:, engine] = [lane.time, pace, len(left), *steps, *padding, *seconds, *padding]
+        until_done = sum(map(mul, steps, seconds)) + base * max(steps, default=0.0)
+        self.rows[:, engine] = [lane.time, pace, len(left), until_done, *steps, *padding, *seconds, *padding]
 
 
 @dataclass(slots=True)
@@ -127,6 +130,7 @@ class Fleet:
         self._bind(np.zeros((4, num_engines)))
         self._ranks: list[RankIds] = [(0,)] * num_engines  # of each engine's lanes
         self._num_lanes = np.ones(num_engines, dtype=np.int64)
+        self._num_alive_lanes: int | None = None  # of the candidates; computed when asked for
         self._lanes = [EngineLanes((0,), max_num_seqs, 0.0) for _ in range(num_engines)]
         self._known: dict[LaneKind, _KnownSlots] = {ANY: _KnownSlots.empty(max_num_seqs, num_engines)}
         self.last_sent: Counts = np.full(num_engines, -1.0)  # number of the last send there, counted over all engines
@@ -189,7 +193,8 @@ class Fleet:
         self.held_seconds[engine] = queue.step_seconds + sum(sent.load.step_seconds for sent in pending if sent.load)
         self._reported[engine] = now
         self._ranks[engine] = report.lanes or self._ranks[engine]
-        self._num_lanes[engine] = len(self._ranks[engine])
+        if len(self._ranks[engine]) != self._num_lanes[engine]:
+            self._num_lanes[engine], self._num_alive_lanes = len(self._ranks[engine]), None
         self._stale.add(engine)
 
     def settle(self) -> None:
@@ -247,7 +252,9 @@ class Fleet:
         return engine in self._lost
 
     def _set_death(self, engine: int, *, is_dead: bool) -> None:
-        self.death[engine] = np.inf if is_dead else 0.0
+        if is_dead == bool(self.death[engine]):
+            return
+        self.death[engine], self._num_alive_lanes = np.inf if is_dead else 0.0, None
         self.num_alive = int(self.is_alive.sum())
 
     @property
@@ -277,7 +284,7 @@ class Fleet:
         others = willing if willing.any() else serving
         self.settle()
         fleet = copy(self)
-        fleet.death, fleet._stale = np.where(others, 0.0, np.inf), set()
+        fleet.death, fleet._num_alive_lanes, fleet._stale = np.where(others, 0.0, np.inf), None, set()
         fleet.num_alive, fleet._num_held = int(others.sum()), float(self.num_requests[others].sum())
         return fleet
 
@@ -295,8 +302,7 @@ class Fleet:
 
     def drain_seconds(self, slots: EngineSlots, now: float) -> Vector:
         """Until each engine is done with all that it holds in the lane of these slots, shape [engines]."""
-        left = np.add.reduce(slots.steps * slots.seconds) + slots.steps[0] * self.base_seconds
-        return np.maximum(slots.free_at - now + left, 0.0)
+        return np.maximum(slots.free_at - now + slots.left, 0.0)
 
     def before(self, priority: int, now: float, owner: str = "") -> Fleet:
         """The fleet as seen by a new request of this owner and class, without the waiting requests that it overtakes:
@@ -389,7 +395,9 @@ class Fleet:
     @property
     def mean_held(self) -> float:
         """Requests that a lane of a living engine holds, on average."""
-        return self._num_held / max(1, int(self._num_lanes[self.is_alive].sum()))
+        if self._num_alive_lanes is None:
+            self._num_alive_lanes = int(self._num_lanes[self.is_alive].sum())
+        return self._num_held / max(1, self._num_alive_lanes)
 
     # ------------------------------------------------------------------------------------------------- inside
 

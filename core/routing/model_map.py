@@ -17,17 +17,33 @@ from core.handles import RankIds
 from core.routing.fleet_costs import Vector
 from core.routing.weights import Weights
 
+TINY = 1e-9
+"""Seconds; keeps divisions finite."""
+
+NOTHING: Vector = np.zeros(1)
+
+
+class Drops(NamedTuple):
+    """What loading weights means for others that an engine has, shape [engines] each."""
+
+    drops: npt.NDArray[np.bool_]  # whether some are dropped for them
+    unused: Vector  # seconds since these were used, above 0
+    waits: npt.NDArray[np.bool_]  # whether requests need these, so that all that the engine holds has to end before
+
 
 class LoadWait(NamedTuple):
     """What loading weights means for a request, float64 [engines] each."""
 
     seconds: Vector  # until they are loaded and the requests are done that wait for them already
     repeated: Vector  # by which loading them should wait for another engine that loads them already
-    is_first: npt.NDArray[np.bool_]  # whether no request has asked for them there
-    # Of loads that no request has asked for there:
-    own: Vector  # seconds of loading them
-    waits_for_room: npt.NDArray[np.bool_]  # whether all that the engine holds has to end before
-    unused: Vector  # seconds since what is dropped for them was used; 0: it is; infinity: nothing is dropped
+    own: Vector  # seconds of loading them; 0: they are there, or a request has asked for them
+    dropping: Drops | None  # None: engines have room for all
+
+    @property
+    def is_first(self) -> npt.NDArray[np.bool_]:
+        """Whether no request has asked for them there."""
+        is_first: npt.NDArray[np.bool_] = self.own > 0.0
+        return is_first
 
 
 class _Places:
@@ -72,6 +88,7 @@ class ModelMap:
         self._free: Vector = np.full(num_engines, np.inf)
         self._idle: Vector = np.full(num_engines, np.inf)
         self._used: Vector = np.zeros(num_engines)  # when those were used last that are dropped first
+        self._is_limited = False  # whether any engine has reported these
         # By engine: what it has reported, and what was sent there since to be loaded.
         self._reported: list[dict[Weights, tuple[float, float]]] = [{} for _ in range(num_engines)]  # -> due, own
         self._reported_until = [0.0] * num_engines
@@ -92,6 +109,7 @@ class ModelMap:
             self._reported_until[engine] = now + report.load_seconds
         self._until[engine] = self._reported_until[engine]
         if (room := report.room) is not None:
+            self._is_limited = True
             self._free[engine], self._idle[engine], self._used[engine] = room.free, room.idle, room.used
         for load in report.models:
             self._take(engine, load, now)
@@ -191,14 +209,24 @@ class ModelMap:
         found = [places for each in needed if (places := self._places.get(each)) and not places.are_there(now)]
         if not found:
             return None
-        own: Vector = np.add.reduce([places.own for places in found])
-        coming = np.maximum(np.maximum.reduce([places.due for places in found]) - now, 0.0)
-        has_to_load, behind = own > 0.0, np.maximum.reduce([places.behind for places in found])
-        begin = np.where(coming > 0.0, coming + behind, 0.0)
-        seconds = np.where(has_to_load, np.maximum(self._until - now, 0.0) + own, begin)
-        begun = coming[(coming > 0.0) & ~has_to_load]
-        first = float(begun.min()) if len(begun) else 0.0
-        nbytes: Vector = np.add.reduce([places.nbytes for places in found])
-        waits = has_to_load & (nbytes > self._idle)
-        unused = np.where(has_to_load & (nbytes > self._free), np.where(waits, 0.0, now - self._used), np.inf)
-        return LoadWait(seconds, np.minimum(own, first), has_to_load, own, waits, unused)
+        if len(found) == 1:  # most of the time
+            own, nbytes = found[0].own, found[0].nbytes
+        else:
+            own, nbytes = (np.add.reduce(each) for each in zip(*((each.own, each.nbytes) for each in found), strict=True))
+        lacks = own > 0.0
+        seconds, repeated = (np.maximum(self._until - now, 0.0) + own) * lacks, NOTHING
+        if any(places.last_due > now for places in found):
+            coming = np.maximum(np.maximum.reduce([places.due for places in found]) - now, 0.0)
+            behind = np.maximum.reduce([places.behind for places in found])
+            seconds += np.where(lacks | (coming == 0.0), 0.0, coming + behind)
+            begun = coming[(coming > 0.0) & ~lacks]
+            repeated = np.minimum(own, float(begun.min()) if len(begun) else 0.0)
+        return LoadWait(seconds, repeated, own, self._dropping(nbytes, lacks, now))
+
+    def _dropping(self, nbytes: Vector, lacks: npt.NDArray[np.bool_], now: float) -> Drops | None:
+        """Of engines that lack so many bytes of weights."""
+        if not self._is_limited:
+            return None
+        waits = lacks & (nbytes > self._idle)
+        unused = np.maximum((now - self._used) * ~waits, TINY)
+        return Drops(lacks & (nbytes > self._free), unused, waits)

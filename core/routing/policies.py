@@ -85,9 +85,9 @@ def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
     imposed = step * np.add.reduce(shared) + alone * slots.num_placed
     if load is None:
         return EngineTimes(finish, imposed, own, NOTHING)
-    if load.waits_for_room.any():
+    if load.dropping is not None and load.dropping.waits.any():
         drained = fleet.drain_seconds(slots, now) + load.seconds + alone + shape.num_steps * (base + step)
-        finish = np.where(load.waits_for_room, drained, finish)
+        finish = np.where(load.dropping.waits, drained, finish)
     return EngineTimes(finish, imposed, own, _loading(load, fleet))
 
 
@@ -96,12 +96,14 @@ def _loading(load: LoadWait, fleet: Fleet) -> Vector:
 
     It should wait for another engine that loads the same already. What is dropped for it has to be loaded again. It was
     last used some time ago, and so is asked for about once in such a time: its next request waits for that load, and so
-    do those that come during both loads, at most as many in each as a lane holds, or one. Both loads are assumed to take
-    as long.
+    do those that come during both loads, at most as many in each as a lane holds, or one. Both loads are assumed to
+    take as long.
     """
-    again = 1.0 + 2.0 * load.own / np.maximum(load.unused, TINY)
-    again = np.minimum(again, 2.0 * max(1.0, fleet.mean_held))
-    return load.repeated + np.where(np.isfinite(load.unused), load.own * again, 0.0)
+    if load.dropping is None:
+        return load.repeated
+    drops, unused, _ = load.dropping
+    waiting = np.minimum(1.0 + (2.0 * load.own) / unused, 2.0 * max(1.0, fleet.mean_held))
+    return load.repeated + load.own * waiting * drops
 
 
 class PrimingTimes(NamedTuple):

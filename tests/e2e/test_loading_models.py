@@ -138,7 +138,9 @@ def test_two_engines_hold_different_models(tmp_path: Path, five_paths: dict[str,
 def models_on_ranks(server: ServerProcess) -> dict[tuple[int, str], dict[str, Any]]:
     """(engine, model) -> what the only rank of the engine tells of it."""
     engines = httpx.get(f"{server.url}/v1/engine/stats").json()["engines"]
-    return {(each["index"], of["model"]): of for each in engines for of in (each["ranks"] or [{"models": []}])[0]["models"]}
+    return {
+        (each["index"], of["model"]): of for each in engines for of in (each["ranks"] or [{"models": []}])[0]["models"]
+    }
 
 
 def states_of_ranks(server: ServerProcess) -> list[dict[str, str]]:

@@ -41,9 +41,7 @@ class LoadTimes:
         self._room_seen: tuple[int, Sequence[Needs]] = -1, ()  # version of the residency, and what was needed then
         self._seen: tuple[int, tuple[Needs, ...]] = -1, ()  # version of the residency, and what requests lacked then
 
-    def take(
-        self, needs: Iterable[Needs], running_seconds: float = 0.0
-    ) -> tuple[float | None, tuple[ModelLoad, ...]]:
+    def take(self, needs: Iterable[Needs], running_seconds: float = 0.0) -> tuple[float | None, tuple[ModelLoad, ...]]:
         """LoadReport.load_seconds and LoadReport.models since the last call. needs: those of the live requests.
         running_seconds: until all that run are done, which what has no room waits for.
         """

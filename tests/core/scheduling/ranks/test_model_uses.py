@@ -21,7 +21,9 @@ def rows(uses: ModelUses, rank: int = 0) -> dict[str, RankModel]:
 
 def step(rig: Rig, uses: ModelUses, *models: str, version: int = 1, ranks: tuple[int, ...] = (0,), now: float) -> None:
     """A step of a request of each of these models is sent."""
-    items = tuple(Item(str(index), "denoise", name, Embed("", NOWHERE), (), version) for index, name in enumerate(models))
+    items = tuple(
+        Item(str(index), "denoise", name, Embed("", NOWHERE), (), version) for index, name in enumerate(models)
+    )
     keys = rig.bindings.keys(models[0], "transformer")
     uses.note_batch(Flight(Batch(0, "denoise", ranks, items), keys, Work((), ()), is_step=True), now)
 
