@@ -155,12 +155,12 @@ def compare(
     """Run scenarios of MODEL_SCENARIOS and print what they give. routers: of scenarios with several engines. fits:
     instead of the scenario's own.
     """
-    runs = [
+    runs: list[tuple[ModelScenario, str, int, RouterPolicy]] = [
         (replace(MODEL_SCENARIOS[name], fits=number), policy, seed, router)
         for name in names
         for number in (fits or [MODEL_SCENARIOS[name].fits])
         for policy in policies
-        for router in (routers if MODEL_SCENARIOS[name].num_engines > 1 else ["mask-aware"])
+        for router in (routers if MODEL_SCENARIOS[name].num_engines > 1 else routers[-1:])
         for seed in range(seeds)
     ]
     found = list[ModelRun]()
@@ -183,8 +183,8 @@ def table(runs: Sequence[ModelRun]) -> Iterator[str]:
         yield ""
         yield f"{scenario}: means over seeds; seconds, and per request"
         yield (
-            "fits  policy               router             mean    P99  in time   failed   loads   least      GB    wait  for loads  "
-            "beside idle  waited  avoidable  deaths"
+            "fits  policy               router             mean    P99  in time   failed   loads   least      GB  "
+            "  wait  for loads  beside idle  waited  avoidable  deaths"
         )
         of_scenario = [run for run in runs if run.scenario == scenario]
         for row in dict.fromkeys(map(_row_of, of_scenario)):
@@ -201,7 +201,8 @@ def _row(runs: Sequence[ModelRun]) -> str:
         return fmean(values) if values else math.nan
 
     return (
-        f"{runs[0].fits:>4}  {runs[0].policy:<20} {runs[0].router:<14} {mean('mean'):6.2f} {mean('p99'):6.1f}  {mean('in_time'):7.1%}  "
+        f"{runs[0].fits:>4}  {runs[0].policy:<20} {runs[0].router:<14} "
+        f"{mean('mean'):6.2f} {mean('p99'):6.1f}  {mean('in_time'):7.1%}  "
         f"{mean('failed'):7.1%}  {mean('loads'):6.3f}  {mean('least_loads'):6.3f}  {mean('gigabytes'):6.2f}  "
         f"{mean('wait'):6.2f}  {mean('wait_for_loads'):9.0%}  {mean('wait_beside_idle'):11.0%}  {mean('waited'):6.1%}  "
         f"{sum(run.avoidable for run in runs):>9}  {mean('deaths'):6.1f}"

@@ -21,10 +21,10 @@ OWN = {"transformer": 23_800_000_000}
 
 @dataclass(frozen=True)
 class ModelScenario:
-    """num_ranks: of each engine. fits: models of which a rank's budget holds the components; 0: no limit. edits: number, arrivals and steps; an
-    engine of theirs is a rank here. failures: share of loads that fail. poison_models: names of those whose steps end
-    their rank's process. poison_share: of the requests, whose steps do, too. slo_scale: a request is in time that takes
-    at most so many times what it takes alone. num_owners: of requests, each as likely.
+    """num_ranks: of each engine. fits: models of which a rank's budget holds the components; 0: no limit. edits:
+    number, arrivals and steps; an engine of theirs is a rank here. failures: share of loads that fail. poison_models:
+    names of those whose steps end their rank's process. poison_share: of the requests, whose steps do, too. slo_scale:
+    a request is in time that takes at most so many times what it takes alone. num_owners: of requests, each as likely.
     """
 
     name: str

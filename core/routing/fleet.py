@@ -77,7 +77,8 @@ class _KnownSlots:
     def __init__(self, rows: Vector, num_slots: int, stale: Iterable[int]) -> None:
         """rows: shape [4 + 2 * num_slots, engines]. stale: engines whose column is to be computed."""
         self.rows, self.stale, self._num_slots = rows, {*stale}, num_slots
-        self.slots = EngineSlots(*rows[:4], rows[4 : 4 + num_slots], rows[4 + num_slots :])
+        steps, seconds = rows[4 : 4 + num_slots], rows[4 + num_slots :]
+        self.slots = EngineSlots(rows[0], rows[1], rows[2], rows[3], steps, seconds)
 
     @classmethod
     def empty(cls, num_slots: int, num_engines: int, stale: Iterable[int] = ()) -> _KnownSlots:

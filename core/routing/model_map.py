@@ -212,7 +212,9 @@ class ModelMap:
         if len(found) == 1:  # most of the time
             own, nbytes = found[0].own, found[0].nbytes
         else:
-            own, nbytes = (np.add.reduce(each) for each in zip(*((each.own, each.nbytes) for each in found), strict=True))
+            own, nbytes = (
+                np.add.reduce(each) for each in zip(*((each.own, each.nbytes) for each in found), strict=True)
+            )
         lacks = own > 0.0
         seconds, repeated = (np.maximum(self._until - now, 0.0) + own) * lacks, NOTHING
         if any(places.last_due > now for places in found):

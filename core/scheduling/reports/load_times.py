@@ -45,12 +45,12 @@ class LoadTimes:
         """LoadReport.load_seconds and LoadReport.models since the last call. needs: those of the live requests.
         running_seconds: until all that run are done, which what has no room waits for.
         """
-        residency, needs = self._residency, tuple(needs)
-        lacking = () if residency.is_complete else tuple(each for each in needs if residency.missing(each))
+        residency, every = self._residency, tuple(needs)
+        lacking = () if residency.is_complete else tuple(each for each in every if residency.missing(each))
         if self._seen == (residency.version, lacking):
             return None, ()
         self._seen = residency.version, lacking
-        forecast, states = _LoadForecast(residency, lacking, needs, running_seconds), residency.states()
+        forecast, states = _LoadForecast(residency, lacking, every, running_seconds), residency.states()
         classes: dict[_Name, Needs] = {
             (name, "class", ""): (self._bindings.keys(name, RUN_CLASS),) for name in self._bindings.classes
         }
@@ -171,7 +171,7 @@ class _LoadForecast:
         free, idle = (max(0, -residency.excess((), keys)) for keys in (present, in_use))
         return Room(free, idle, min(map(residency.used, present - in_use), default=0.0))
 
-    def _in_use(self, ranks: RankIds) -> set[ModelKey]:
+    def _in_use(self, ranks: RankIds) -> frozenset[ModelKey]:
         """What a set has that live requests need, and what it loads for them."""
         return (self._residency.present(ranks) & self._needed) | self._loads[ranks].keys()
 
