@@ -94,15 +94,15 @@ def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
 def _loading(load: LoadWait, fleet: Fleet) -> Vector:
     """Delay of later requests, summed over them, by a load that the request would start, float64 [engines].
 
-    It should wait for another engine that loads the same already. What is dropped for it has to be loaded again. It was
-    last used some time ago, and so is asked for about once in such a time: its next request waits for that load, and so
-    do those that come during both loads, at most as many in each as a lane holds, or one. Both loads are assumed to
-    take as long.
+    It should wait for another engine that loads the same already. What is dropped for it has to be loaded again, for
+    which its next request waits. It was last used some time ago, and so is asked for about once in such a time: those
+    that come during both loads wait, too, but no more in each than a lane holds. Both loads are assumed to take as
+    long.
     """
     if load.dropping is None:
         return load.repeated
     drops, unused, _ = load.dropping
-    waiting = np.minimum(1.0 + (2.0 * load.own) / unused, 2.0 * max(1.0, fleet.mean_held))
+    waiting = np.minimum(1.0 + (2.0 * load.own) / unused, max(1.0, 2.0 * fleet.mean_held))
     return load.repeated + load.own * waiting * drops
 
 

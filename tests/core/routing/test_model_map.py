@@ -245,10 +245,13 @@ def test_the_router_expects_that_load_as_late_until_the_engine_reports_it() -> N
 
 
 def test_what_was_used_longest_ago_is_dropped_first() -> None:
-    """Of idle engines: one with room, then the one whose model was not used for longest."""
-    lacks = unloaded(2.0, nbytes=10)
-    recent, old, free = (report(lacks, room=Room(*each)) for each in ((0, 10, 99.0), (0, 10, 10.0), (10, 10, 99.0)))
-    assert [chosen(fleet_of(*each), 100.0) for each in ((recent, old), (old, recent), (recent, old, free))] == [1, 0, 2]
+    """Of engines with equal queues: one with room, then the one whose model was not used for longest."""
+    lacks, busy = unloaded(2.0, nbytes=10), [load(50, 0.1) for _ in range(3)]
+    rooms = Room(0, 10, 99.0), Room(0, 10, 10.0), Room(10, 10, 99.0)
+    recent, old, free = (report(lacks, requests=busy, room=room) for room in rooms)
+    assert [
+        chosen(fleet_of(*each, now=100.0), 100.0) for each in ((recent, old), (old, recent), (recent, old, free))
+    ] == [1, 0, 2]
 
 
 def test_a_hot_model_does_not_take_the_place_of_another_hot_one() -> None:
