@@ -132,8 +132,8 @@ class _LoadForecast:
             self._loads[ranks] = dict.fromkeys(awaited, self._ends[ranks])
         self._expected = {key for loads in self._loads.values() for key in loads}
         if self._ends:
-            for needs in lacking:
-                self._plan(keys_of(residency.missing(needs)))
+            for each in lacking:
+                self._plan(keys_of(residency.missing(each)))
         self.seconds = min(self._ends.values(), default=0.0)  # until the first set could load something else
         # Of these: loading.
         self.load_seconds = min((end - self._waits.get(ranks, 0.0) for ranks, end in self._ends.items()), default=0.0)
