@@ -81,7 +81,7 @@ test("images that share a step share it on the timeline", () =>
     assert.match(await status.textContent("#engines"), /serves/);
     const rows = await status.locator("#worker-models tr").allTextContents();
     assert.equal(rows.length, 1, "one worker with one model");
-    assert.match(rows[0], /^0\.0embeddedresident[1-9]\d*1[\d.]+ MB[\d.]+ m?s ago$/);
+    assert.match(rows[0], /^0\.0stencil-embeddedresident[1-9]\d*1[\d.]+ MB[\d.]+ m?s ago$/);
   }, REFUSED));
 
 for (const colorScheme of ["light", "dark"]) {

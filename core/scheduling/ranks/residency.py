@@ -66,6 +66,7 @@ class Residency:
         self._since: dict[tuple[int, ModelKey], int] = {}  # (rank, its component) -> number of its load
         self._num_loads = 0
         self._loads: Counter[tuple[int, ModelKey]] = Counter()  # (rank, component) -> its loads since start
+        self._all_loads: Counter[ModelKey] = Counter()  # the same, of all ranks together
         self._uses: dict[ModelKey, tuple[int, float]] = {}  # component -> number and time of its last use
         self._num_uses = 0
         self._on_demand: dict[ModelKeys, None] = {}  # of no model's own needs: what requests have asked for
@@ -116,6 +117,7 @@ class Residency:
                 self._num_loads += 1
                 self._since[rank, loaded.key] = self._num_loads
                 self._loads[rank, loaded.key] += 1
+                self._all_loads[loaded.key] += 1
             components[loaded.key] = loaded
             self._awaited[rank].pop(loaded.key, None)
             self._note_good_load(rank, loaded.key)
@@ -211,7 +213,7 @@ class Residency:
     def _forget(self, key: ModelKey) -> None:
         self._retired.discard(key)
         self.quarantine.forget(key)
-        for known in (self._sizes, self._uses, self._copies, self._users):
+        for known in (self._sizes, self._uses, self._copies, self._users, self._all_loads):
             known.pop(key, None)
         for place in [place for place in self._since if place[1] == key]:
             del self._since[place], self._loads[place]
@@ -322,8 +324,7 @@ class Residency:
 
     def num_loads(self, key: ModelKey, rank: int | None = None) -> int:
         """How often a rank has loaded a component since the start; None: all ranks together."""
-        ranks = range(len(self._components)) if rank is None else (rank,)
-        return sum(self._loads[each, key] for each in ranks)
+        return self._all_loads[key] if rank is None else self._loads[rank, key]
 
     def load_number(self, rank: int, key: ModelKey) -> int:
         """The number of the load that a rank has, or had, a component by; 0: it never had it."""
