@@ -20,7 +20,7 @@ from benchmarks.report import percentile, print_report
 from benchmarks.simulation.cluster import Cluster, Outcome
 from benchmarks.simulation.scenario import MODEL, SCENARIOS, Scenario
 from core.config import RouterPolicy
-from core.costs.load_report import LoadReport, ModelLoad, Room
+from core.costs.load_report import LoadReport, ModelLoad, SpareBytes
 from core.messages.engine import EngineRequest
 from core.routing.fleet import Fleet
 from core.routing.policies import make_policy
@@ -67,7 +67,7 @@ def _of_models(engine: int, what: LoadReport | EngineRequest, number: int) -> Lo
         )
         what = msgspec.structs.replace(what, models=models)
     idle = MODEL_BYTES * (what.num_running < 2)
-    return msgspec.structs.replace(what, room=Room(0, idle, 1.0), load_seconds=None)
+    return msgspec.structs.replace(what, room=SpareBytes(0, idle, 1.0), load_seconds=None)
 
 
 def least(events: list[Event], scenario: Scenario, policy: RouterPolicy) -> tuple[list[float], float]:

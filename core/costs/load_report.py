@@ -123,7 +123,7 @@ class ModelLoad(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int = 0  # that loading them adds; 0: they are loaded, loading, or have no limit
 
 
-class Room(msgspec.Struct, frozen=True, array_like=True):
+class SpareBytes(msgspec.Struct, frozen=True, array_like=True):
     """Memory for further weights, on that set of an engine's ranks which has most of it, in bytes."""
 
     free: int  # that holds nothing
@@ -150,7 +150,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     queue: tuple[QueueChange, ...] = ()  # in the order in which they happened
     resident_pages: tuple[ResidentPages, ...] = ()  # templates with pages that have come or gone
     models: tuple[ModelLoad, ...] = ()  # weights of which more has changed than the time left
-    room: Room | None = None  # None: weights have no limit
+    room: SpareBytes | None = None  # None: weights have no limit
     load_seconds: float | None = None  # until what requests wait for is loaded; None: when the last report said
     costs: EngineCosts | None = None  # None: unchanged, or not due yet
     refused: dict[str, float] = {}  # model -> until when it is refused to everybody, monotonic seconds

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from core.costs.load_report import ModelLoad, ModelState, Room, WeightsKind
+from core.costs.load_report import ModelLoad, ModelState, SpareBytes, WeightsKind
 from core.handles import ModelKey, RankIds
 from core.run_class import RUN_CLASS
 from core.scheduling.ranks.residency import Residency, keys_of
@@ -37,7 +37,7 @@ class LoadTimes:
         self._weights = tuple(_weights(bindings, residency))
         self._told: dict[_Name, ModelLoad] = {}  # as last reported
         self.seconds = 0.0  # of loading what requests lack, as last predicted, without the wait for room
-        self._room: Room | None = None
+        self._room: SpareBytes | None = None
         self._room_seen: tuple[int, Sequence[Needs]] = -1, ()  # version of the residency, and what was needed then
         self._seen: tuple[int, tuple[Needs, ...]] = -1, ()  # version of the residency, and what requests lacked then
 
@@ -67,7 +67,7 @@ class LoadTimes:
         self.seconds = forecast.load_seconds
         return forecast.seconds, changed
 
-    def room(self, needs: Sequence[Needs]) -> Room | None:
+    def room(self, needs: Sequence[Needs]) -> SpareBytes | None:
         """LoadReport.room. needs: those of the live requests, the same object until they change."""
         residency = self._residency
         if not residency.budget:
@@ -160,16 +160,16 @@ class _LoadForecast:
         missing = keys_of(self._residency.missing(needs))
         return sum(map(self._residency.size_of, missing)) if missing and self._soonest(missing)[2] else 0
 
-    def room(self) -> Room:
+    def room(self) -> SpareBytes:
         """On the set that has most, once the planned loads have ended. There is a budget."""
         found = (self._room_on(ranks) for ranks in self._loads)
-        return max(found, key=lambda room: (room.idle, room.free, -room.used), default=Room(0, 0))
+        return max(found, key=lambda room: (room.idle, room.free, -room.used), default=SpareBytes(0, 0))
 
-    def _room_on(self, ranks: RankIds) -> Room:
+    def _room_on(self, ranks: RankIds) -> SpareBytes:
         residency, in_use = self._residency, self._in_use(ranks)
         present = residency.present(ranks) | in_use
         free, idle = (max(0, -residency.excess((), keys)) for keys in (present, in_use))
-        return Room(free, idle, min(map(residency.used, present - in_use), default=0.0))
+        return SpareBytes(free, idle, min(map(residency.used, present - in_use), default=0.0))
 
     def _in_use(self, ranks: RankIds) -> frozenset[ModelKey]:
         """What a set has that live requests need, and what it loads for them."""

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from run_workflows import DIAMOND, run_request
 
 from core.config import RouterPolicy
-from core.costs.load_report import LoadReport, ModelLoad, ModelState, RequestLoad, Room
+from core.costs.load_report import LoadReport, ModelLoad, ModelState, RequestLoad, SpareBytes
 from core.costs.prediction_margin import PredictionMargin
 from core.errors import EngineDeadError
 from core.routing.admission import Terms, judge
@@ -33,7 +33,7 @@ def report(
     *models: ModelLoad,
     requests: list[RequestLoad] | None = None,
     until: float | None = 0.0,
-    room: Room | None = None,
+    room: SpareBytes | None = None,
     **more: int,
 ) -> LoadReport:
     made = make_report(requests=requests or [], base_seconds=0.006 if requests else 0.0, costs=COSTS, **more)
@@ -221,24 +221,26 @@ def test_a_load_without_room_begins_when_the_engine_is_done() -> None:
     """With slots to spare, the request could else begin beside the others."""
     busy, lacks = [load(50, 0.1), load(20, 0.1)], unloaded(2.0, nbytes=10)
     alone = float(predict_times(SHAPE, fleet_of(report(LOADED)), 0.0).finish[0])
-    fleet = fleet_of(report(lacks, requests=busy, room=Room(0, 5)), report(lacks, requests=busy, room=Room(0, 10)))
+    fleet = fleet_of(
+        report(lacks, requests=busy, room=SpareBytes(0, 5)), report(lacks, requests=busy, room=SpareBytes(0, 10))
+    )
     waits, beside = predict_times(SHAPE, fleet, 0.0).finish
     work = 70 * 0.1 + 50 * 0.006
     assert waits == pytest.approx(work + 2.0 + alone, abs=0.3)
     assert beside < waits
-    idle = predict_times(SHAPE, fleet_of(report(lacks, room=Room(0, 5))), 0.0).finish[0]
+    idle = predict_times(SHAPE, fleet_of(report(lacks, room=SpareBytes(0, 5))), 0.0).finish[0]
     assert idle == pytest.approx(alone + 2.0), "it holds nothing that has to end"
 
 
 def test_the_router_expects_that_load_as_late_until_the_engine_reports_it() -> None:
     lacks, busy = unloaded(2.0, nbytes=10), [load(50, 0.1)]
-    fleet = fleet_of(report(lacks, requests=busy, room=Room(0, 5)), report(lacks, room=Room(0, 5)))
+    fleet = fleet_of(report(lacks, requests=busy, room=SpareBytes(0, 5)), report(lacks, room=SpareBytes(0, 5)))
     fleet.sent(0, SHAPE, 0.0)
     wait = fleet.load_wait(SHAPE, 0.0)
     assert wait is not None
     assert wait.seconds[0] > 50 * 0.1 + 2.0
     before = float(wait.seconds[0])
-    fleet.observe(0, report(requests=busy, until=None, room=Room(0, 5), num_received=0), 0.0)
+    fleet.observe(0, report(requests=busy, until=None, room=SpareBytes(0, 5), num_received=0), 0.0)
     again = fleet.load_wait(SHAPE, 0.0)
     assert again is not None
     assert again.seconds[0] == pytest.approx(before), "the report does not know of it yet"
@@ -247,7 +249,7 @@ def test_the_router_expects_that_load_as_late_until_the_engine_reports_it() -> N
 def test_what_was_used_longest_ago_is_dropped_first() -> None:
     """Of engines with equal queues: one with room, then the one whose model was not used for longest."""
     lacks, busy = unloaded(2.0, nbytes=10), [load(50, 0.1) for _ in range(3)]
-    rooms = Room(0, 10, 99.0), Room(0, 10, 10.0), Room(10, 10, 99.0)
+    rooms = SpareBytes(0, 10, 99.0), SpareBytes(0, 10, 10.0), SpareBytes(10, 10, 99.0)
     recent, old, free = (report(lacks, requests=busy, room=room) for room in rooms)
     assert [
         chosen(fleet_of(*each, now=100.0), 100.0) for each in ((recent, old), (old, recent), (recent, old, free))
@@ -259,15 +261,17 @@ def test_a_hot_model_does_not_take_the_place_of_another_hot_one() -> None:
     long gives way.
     """
     lacks = unloaded(2.0, nbytes=10)
-    queue = report(LOADED, requests=[load(25, 0.1) for _ in range(2)], room=Room(0, 0))
-    hot, cold = (report(lacks, room=Room(0, 10, used)) for used in (99.9, 0.0))
+    queue = report(LOADED, requests=[load(25, 0.1) for _ in range(2)], room=SpareBytes(0, 0))
+    hot, cold = (report(lacks, room=SpareBytes(0, 10, used)) for used in (99.9, 0.0))
     assert [chosen(fleet_of(queue, other, slots=1, now=100.0), 100.0) for other in (hot, cold)] == [0, 1]
 
 
 def test_room_counts_what_was_sent_there_to_be_loaded() -> None:
     other = dataclasses.replace(SHAPE, needed=(Weights("other"),))
     fleet = fleet_of(
-        report(unloaded(2.0, nbytes=10), ModelLoad("other", "model", "unloaded", 2.0, nbytes=10), room=Room(0, 10))
+        report(
+            unloaded(2.0, nbytes=10), ModelLoad("other", "model", "unloaded", 2.0, nbytes=10), room=SpareBytes(0, 10)
+        )
     )
     first = fleet.load_wait(SHAPE, 0.0)
     assert first is not None

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from load_kit import BROKEN, MODELS, SEGMENTER, Rig, model, transformer
 
-from core.costs.load_report import ModelLoad, Room
+from core.costs.load_report import ModelLoad, SpareBytes
 from core.handles import ModelKey
 from core.scheduling.reports.load_times import GUESSED_BYTES_PER_SECOND, LoadTimes
 
@@ -161,10 +161,10 @@ def test_room_is_what_holds_nothing_and_what_no_request_needs() -> None:
     for key in ("text_encoder", "vae"):
         rig.residency.note_use(rig.bindings.keys("a", key), 9.0)
     times = LoadTimes(rig.bindings, rig.residency)
-    assert times.room(()) == Room(36, 60, 3.0)
-    assert times.room((rig.needs("a"),)) == Room(36, 46, 3.0)
-    assert times.room((rig.needs("b"),)) == Room(36, 46, 7.0)
-    assert times.room((rig.needs("a"), rig.needs("c"))) == Room(24, 34, 3.0), "c will be loaded"
+    assert times.room(()) == SpareBytes(36, 60, 3.0)
+    assert times.room((rig.needs("a"),)) == SpareBytes(36, 46, 3.0)
+    assert times.room((rig.needs("b"),)) == SpareBytes(36, 46, 7.0)
+    assert times.room((rig.needs("a"), rig.needs("c"))) == SpareBytes(24, 34, 3.0), "c will be loaded"
     assert LoadTimes(rig.bindings, Rig("a").residency).room(()) is None
 
 
