@@ -32,7 +32,7 @@ class Drops(NamedTuple):
 
 
 class LoadWait(NamedTuple):
-    """What loading weights means for a request, float64 [engines] each."""
+    """What loading weights means for a request, float64 [engines] each; valid until the next event."""
 
     seconds: Vector  # until they are loaded and the requests are done that wait for them already
     repeated: Vector  # by which loading them should wait for another engine that loads them already

@@ -15,15 +15,12 @@ from core.errors import EngineDeadError
 from core.routing.admission import Outlook
 from core.routing.fleet import TINY, EngineSlots, Fleet
 from core.routing.fleet_costs import SizeCosts, Vector
-from core.routing.model_map import LoadWait
+from core.routing.model_map import NOTHING, LoadWait
 from core.routing.request_shape import RequestShape
 from core.routing.template_map import TemplatePages
 
 TIE = 1e-9
 """Relative difference up to which costs count as equal."""
-
-
-NOTHING: Vector = np.zeros(1)
 
 Matrix = npt.NDArray[np.float64]
 

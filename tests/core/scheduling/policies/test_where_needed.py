@@ -210,7 +210,7 @@ def test_room_is_made_where_what_is_dropped_was_used_least_recently() -> None:
         rig.join(rank, name)
     for name in "acb":
         rig.residency.note_use(rig.bindings.keys(name, "transformer"), 0.0)
-    rig.residency.note_use(rig.bindings.keys("a", "transformer"))
+    rig.residency.note_use(rig.bindings.keys("a", "transformer"), 0.0)
     assert rig.order([], [("d", 0.0)]) == (Load((2,), (transformer("d"),), (transformer("c"),)),)
 
 
