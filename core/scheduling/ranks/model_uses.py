@@ -7,11 +7,22 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
 
 from core.costs.load_report import RankModel, RankModelState
 from core.handles import ModelKey
 from core.scheduling.ranks.in_flight import Flight
 from core.scheduling.ranks.residency import Residency
+
+
+@dataclass(slots=True)
+class _Use:
+    """Of a model on a rank."""
+
+    used: float = 0.0  # when a step with it was last sent there, monotonic seconds
+    hits: int = 0  # of the load with this number
+    load: int = 0
 
 
 class ModelUses:
@@ -21,61 +32,65 @@ class ModelUses:
         self._residency = residency
         self._all = {name: info.components for name, info in residency.models.items() if not info.parent}
         self._steps = {name: _making_steps(keys) for name, keys in self._all.items()}
-        self._users: defaultdict[ModelKey, list[str]] = defaultdict(list)  # component -> the models that need it
-        for name, keys in self._all.items():
+        self._order = {name: index for index, name in enumerate(self._all)}
+        self._makers: defaultdict[ModelKey, list[str]] = defaultdict(list)  # component -> models whose steps it makes
+        for name, keys in self._steps.items():
             for key in keys:
-                self._users[key].append(name)
-        self._hits: Counter[tuple[int, str]] = Counter()  # (rank, model) -> since it was loaded there
-        self._load_of: dict[tuple[int, str], int] = {}  # the same -> the number of that load
-        self._used: dict[tuple[int, str], float] = {}  # the same -> monotonic seconds
+                self._makers[key].append(name)
+        self._uses: defaultdict[int, dict[str, _Use]] = defaultdict(dict)  # rank -> model -> its use there
         self.hits: Counter[str] = Counter()  # model -> on all ranks, since start
 
     def note_batch(self, flight: Flight, now: float) -> None:
         """Note a batch that is sent. A request's first step of a loop counts as a hit, on each of its ranks."""
         if not flight.is_step:
             return
-        names = [self._residency.models[item.model].parent or item.model for item in flight.batch.items]
-        begun = Counter(name for name, item in zip(names, flight.batch.items, strict=True) if item.version == 1)
+        begun: dict[str, int] = {}
+        for item in flight.batch.items:
+            name = self._residency.models[item.model].parent or item.model
+            begun[name] = begun.get(name, 0) + (item.version == 1)
         self.hits.update(begun)
         for rank in flight.batch.ranks:
-            self._used.update(dict.fromkeys(((rank, name) for name in names), now))
             for name, number in begun.items():
-                self._hits[rank, name] = self._hits_on(rank, name) + number
-                self._load_of[rank, name] = self._load(rank, name)
+                use = self._uses[rank].setdefault(name, _Use())
+                use.used = now
+                if number:
+                    load = self._load(rank, name)
+                    use.hits, use.load = number + (use.hits if use.load == load else 0), load
 
     def loads(self) -> dict[str, int]:
         """Model -> how often ranks have loaded it, since start."""
         return {name: sum(map(self._residency.num_loads, steps)) for name, steps in self._steps.items()}
 
     def on(self, rank: int) -> Iterator[RankModel]:
-        """The models that a rank has, loads or could not load."""
-        residency = self._residency
+        """The models that a rank has, loads or could not load, as they are served: in the same order each time."""
+        residency, uses = self._residency, self._uses[rank]
         held = {each.key: each.nbytes for each in residency.components(rank)}
-        known = held.keys() | residency.awaited((rank,)) | residency.failed_on(rank)
-        for name in dict.fromkeys(name for key in known for name in self._users[key]):
-            if (state := self._state(rank, name, held)) is not None:
-                nbytes = sum(held.get(key, 0) for key in self._all[name])
-                loads = max(residency.num_loads(key, rank) for key in self._steps[name])
-                used = self._used.get((rank, name), 0.0)
-                yield RankModel(name, state, self._hits_on(rank, name), loads, nbytes, used)
+        awaited, failed = residency.awaited((rank,)), residency.failed_on(rank)
+        names = {name for key in chain(held, awaited) if key in self._makers for name in self._makers[key]}
+        if failed:
+            names.update(name for name, keys in self._all.items() if not failed.isdisjoint(keys))
+        for name in sorted(names, key=self._order.__getitem__):
+            steps = self._steps[name]
+            has, is_loading = held.keys() >= {*steps}, not awaited.isdisjoint(steps)
+            if not (has or is_loading or not failed.isdisjoint(self._all[name])):
+                continue  # it has only some of what makes the model's steps
+            state = self._state(name) if has else "loading" if is_loading else "quarantined"
+            nbytes = sum([held.get(key, 0) for key in self._all[name]])
+            loads = max([residency.num_loads(key, rank) for key in steps])
+            use = uses.get(name, _NO_USE)
+            hits = use.hits if use.hits and use.load == self._load(rank, name) else 0
+            yield RankModel(name, state, hits, loads, nbytes, use.used)
 
-    def _state(self, rank: int, name: str, held: dict[ModelKey, int]) -> RankModelState | None:
-        """None: the rank does not have it, and does not try to."""
-        residency, steps = self._residency, self._steps[name]
-        has, awaited = held.keys() >= set(steps), residency.awaited((rank,))
-        is_loading = any(key in awaited for key in steps)
-        if not residency.failed_on(rank).isdisjoint(self._all[name]) and not (has or is_loading):
-            return "quarantined"
-        if not has:
-            return "loading" if is_loading else None
-        return "quarantined" if residency.is_quarantined(name) else "resident"
-
-    def _hits_on(self, rank: int, name: str) -> int:
-        return self._hits[rank, name] if self._load_of.get((rank, name)) == self._load(rank, name) else 0
+    def _state(self, name: str) -> RankModelState:
+        """Of a model that a rank has."""
+        return "quarantined" if self._residency.is_quarantined(name) else "resident"
 
     def _load(self, rank: int, name: str) -> int:
         """The number of the load that a rank has the model by."""
         return max((self._residency.load_number(rank, key) for key in self._steps[name]), default=0)
+
+
+_NO_USE = _Use()
 
 
 def _making_steps(keys: tuple[ModelKey, ...]) -> tuple[ModelKey, ...]:
