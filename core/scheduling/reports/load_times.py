@@ -37,6 +37,7 @@ class LoadTimes:
         self._weights = tuple(_weights(bindings, residency))
         self._told: dict[_Name, ModelLoad] = {}  # as last reported
         self.seconds = 0.0  # of loading what requests lack, as last predicted, without the wait for room
+        self._forecast = _LoadForecast(residency, (), (), 0.0)  # the last one
         self._room: SpareBytes | None = None
         self._room_seen: tuple[int, Sequence[Needs]] = -1, ()  # version of the residency, and what was needed then
         self._seen: tuple[int, tuple[Needs, ...]] = -1, ()  # version of the residency, and what requests lacked then
@@ -51,6 +52,7 @@ class LoadTimes:
             return None, ()
         self._seen = residency.version, lacking
         forecast, states = _LoadForecast(residency, lacking, every, running_seconds), residency.states()
+        self._forecast = forecast
         classes: dict[_Name, Needs] = {
             (name, "class", ""): (self._bindings.keys(name, RUN_CLASS),) for name in self._bindings.classes
         }
@@ -68,14 +70,13 @@ class LoadTimes:
         return forecast.seconds, changed
 
     def room(self, needs: Sequence[Needs]) -> SpareBytes | None:
-        """LoadReport.room. needs: those of the live requests, the same object until they change."""
+        """LoadReport.room, after `take` with the same needs, which are the same object until they change."""
         residency = self._residency
         if not residency.budget:
             return None
         if self._room_seen[0] != residency.version or self._room_seen[1] is not needs:
             self._room_seen = residency.version, needs
-            lacking = tuple(each for each in needs if residency.missing(each))
-            self._room = _LoadForecast(residency, lacking, needs, 0.0).room()
+            self._room = self._forecast.room(needs)
         return self._room
 
     def _is_told(self, load: ModelLoad) -> bool:
@@ -160,16 +161,24 @@ class _LoadForecast:
         missing = keys_of(self._residency.missing(needs))
         return sum(map(self._residency.size_of, missing)) if missing and self._soonest(missing)[2] else 0
 
-    def room(self) -> SpareBytes:
-        """On the set that has most, once the planned loads have ended. There is a budget."""
-        found = (self._room_on(ranks) for ranks in self._loads)
+    def room(self, needs: Iterable[Needs]) -> SpareBytes:
+        """On the set that has most, once the planned loads have ended. needs: what all live requests need. There is a
+        budget.
+        """
+        needed = {key for each in needs for key in keys_of(each)}
+        # Each once: of many sets, most have the same.
+        kinds = {(self._residency.present(ranks), frozenset(loads)) for ranks, loads in self._loads.items()}
+        found = (self._room_beside(present, loads, needed) for present, loads in kinds)
         return max(found, key=lambda room: (room.idle, room.free, -room.used), default=SpareBytes(0, 0))
 
-    def _room_on(self, ranks: RankIds) -> SpareBytes:
-        residency, in_use = self._residency, self._in_use(ranks)
-        present = residency.present(ranks) | in_use
-        free, idle = (max(0, -residency.excess((), keys)) for keys in (present, in_use))
-        return SpareBytes(free, idle, min(map(residency.used, present - in_use), default=0.0))
+    def _room_beside(
+        self, present: frozenset[ModelKey], loads: frozenset[ModelKey], needed: set[ModelKey]
+    ) -> SpareBytes:
+        """On a set that has these components, and is to load others."""
+        residency, idle = self._residency, present - needed - loads
+        free = -residency.excess(loads, present)
+        with_idle = free + sum(map(residency.size_of, idle))
+        return SpareBytes(max(0, free), max(0, with_idle), min(map(residency.used, idle), default=0.0))
 
     def _in_use(self, ranks: RankIds) -> frozenset[ModelKey]:
         """What a set has that live requests need, and what it loads for them."""

@@ -9,6 +9,7 @@ from load_kit import BROKEN, MODELS, SEGMENTER, Rig, model, transformer
 from core.costs.load_report import ModelLoad, SpareBytes
 from core.handles import ModelKey
 from core.scheduling.reports.load_times import GUESSED_BYTES_PER_SECOND, LoadTimes
+from core.scheduling.requests.bindings import Needs
 
 MANY = {name: model(name) for name in "abcdef"}
 
@@ -161,11 +162,17 @@ def test_room_is_what_holds_nothing_and_what_no_request_needs() -> None:
     for key in ("text_encoder", "vae"):
         rig.residency.note_use(rig.bindings.keys("a", key), 9.0)
     times = LoadTimes(rig.bindings, rig.residency)
-    assert times.room(()) == SpareBytes(36, 60, 3.0)
-    assert times.room((rig.needs("a"),)) == SpareBytes(36, 46, 3.0)
-    assert times.room((rig.needs("b"),)) == SpareBytes(36, 46, 7.0)
-    assert times.room((rig.needs("a"), rig.needs("c"))) == SpareBytes(24, 34, 3.0), "c will be loaded"
-    assert LoadTimes(rig.bindings, Rig("a").residency).room(()) is None
+    assert room_beside(times) == SpareBytes(36, 60, 3.0)
+    assert room_beside(times, rig.needs("a")) == SpareBytes(36, 46, 3.0)
+    assert room_beside(times, rig.needs("b")) == SpareBytes(36, 46, 7.0)
+    assert room_beside(times, rig.needs("a"), rig.needs("c")) == SpareBytes(24, 34, 3.0), "c will be loaded"
+    assert room_beside(LoadTimes(rig.bindings, Rig("a").residency)) is None
+
+
+def room_beside(times: LoadTimes, *needs: Needs) -> SpareBytes | None:
+    """When the live requests need these."""
+    times.take(needs)
+    return times.room(needs)
 
 
 def test_a_load_without_room_waits_until_what_runs_is_done() -> None:
