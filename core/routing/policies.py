@@ -83,8 +83,10 @@ def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
     if load is None:
         return EngineTimes(finish, imposed, own, NOTHING)
     if load.dropping is not None and load.dropping.waits.any():
-        drained = fleet.drain_seconds(slots, now) + load.seconds + alone + shape.num_steps * (base + step)
-        finish = np.where(load.dropping.waits, drained, finish)
+        begun = np.maximum(
+            fleet.drain_seconds(slots, now), load.seconds - load.own
+        )  # loading, after what is loaded now
+        finish = np.where(load.dropping.waits, begun + load.own + alone + shape.num_steps * (base + step), finish)
     return EngineTimes(finish, imposed, own, _loading(load, fleet))
 
 

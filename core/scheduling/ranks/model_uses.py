@@ -12,6 +12,7 @@ from itertools import chain
 
 from core.costs.load_report import RankModel, RankModelState
 from core.handles import ModelKey
+from core.scheduling.ops import OPS
 from core.scheduling.ranks.in_flight import Flight
 from core.scheduling.ranks.residency import Residency
 
@@ -41,8 +42,10 @@ class ModelUses:
         self.hits: Counter[str] = Counter()  # model -> on all ranks, since start
 
     def note_batch(self, flight: Flight, now: float) -> None:
-        """Note a batch that is sent. A request's first step of a loop counts as a hit, on each of its ranks."""
-        if not flight.is_step:
+        """Note a batch that is sent. A request's first step of a loop counts as a hit, on each of its ranks; what serves
+        the step, as a ControlNet does, does not.
+        """
+        if not flight.is_step or OPS[flight.batch.op].serves_step:
             return
         begun: dict[str, int] = {}
         for item in flight.batch.items:

@@ -19,13 +19,19 @@ def rows(uses: ModelUses, rank: int = 0) -> dict[str, RankModel]:
     return {each.model: each for each in uses.on(rank)}
 
 
-def step(rig: Rig, uses: ModelUses, *models: str, version: int = 1, ranks: tuple[int, ...] = (0,), now: float) -> None:
+def step(
+    rig: Rig,
+    uses: ModelUses,
+    *models: str,
+    op: str = "denoise",
+    version: int = 1,
+    ranks: tuple[int, ...] = (0,),
+    now: float,
+) -> None:
     """A step of a request of each of these models is sent."""
-    items = tuple(
-        Item(str(index), "denoise", name, Embed("", NOWHERE), (), version) for index, name in enumerate(models)
-    )
+    items = tuple(Item(str(index), op, name, Embed("", NOWHERE), (), version) for index, name in enumerate(models))
     keys = rig.bindings.keys(models[0], "transformer")
-    uses.note_batch(Flight(Batch(0, "denoise", ranks, items), keys, Work((), ()), is_step=True), now)
+    uses.note_batch(Flight(Batch(0, op, ranks, items), keys, Work((), ()), is_step=True), now)
 
 
 def test_a_hit_is_a_request_that_begins_its_steps_since_the_model_was_loaded() -> None:
@@ -44,6 +50,20 @@ def test_a_hit_is_a_request_that_begins_its_steps_since_the_model_was_loaded() -
     assert rows(uses) == {"a": RankModel("a", "resident", 0, 2, 14, 7.0)}
     assert rows(uses, 1)["a"].hits == 1
     assert uses.loads() == {"a": 3, "b": 0, "c": 0}
+
+
+def test_a_controlnet_that_serves_a_step_is_no_hit_of_its_own() -> None:
+    rig = Rig("a")
+    uses = ModelUses(rig.residency)
+    step(rig, uses, "a", op="controlnet", now=1.0)
+    step(rig, uses, "a", now=2.0)
+    assert rows(uses)["a"].hits == uses.hits["a"] == 1
+
+
+def test_models_are_told_in_the_order_in_which_they_are_served() -> None:
+    """Whatever the order in which they were loaded, or that of a set."""
+    rig = Rig("c", "b", "a")
+    assert [*rows(ModelUses(rig.residency))] == ["a", "b", "c"]
 
 
 def test_an_adapters_uses_are_its_models() -> None:
