@@ -205,7 +205,7 @@ class RankModel(msgspec.Struct, frozen=True, array_like=True):
 
     model: str  # name
     state: RankModelState
-    hits: int  # loops of steps that requests have begun with it there, since it was loaded
+    hits: int  # loops of steps that requests have begun there, by this name, since it was loaded; lost ones begin again
     loads: int  # since the engine's start
     nbytes: int  # of its components that the rank has, shared ones too
     used: float  # when a step with it was last sent there, monotonic seconds; 0: none was

@@ -83,10 +83,9 @@ def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
     if load is None:
         return EngineTimes(finish, imposed, own, NOTHING)
     if load.dropping is not None and load.dropping.waits.any():
-        begun = np.maximum(
-            fleet.drain_seconds(slots, now), load.seconds - load.own
-        )  # loading, after what is loaded now
-        finish = np.where(load.dropping.waits, begun + load.own + alone + shape.num_steps * (base + step), finish)
+        other_loads = load.seconds - load.own  # until they end, which may have waited for the same requests
+        loaded = np.maximum(fleet.drain_seconds(slots, now), other_loads) + load.own
+        finish = np.where(load.dropping.waits, loaded + alone + shape.num_steps * (base + step), finish)
     return EngineTimes(finish, imposed, own, _loading(load, fleet))
 
 

@@ -84,6 +84,28 @@ test("images that share a step share it on the timeline", () =>
     assert.match(rows[0], /^0\.0stencil-embeddedresident[1-9]\d*1[\d.]+ MB[\d.]+ m?s ago$/);
   }, REFUSED));
 
+test("a hundred models with long names stay within their table", () =>
+  withPage(browser, {}, async (page) => {
+    const name = `<b>${"long-name-".repeat(30)}`;
+    const model = { state: "resident", hits: 1, loads: 1, bytes: 1, idle_seconds: null };
+    const models = Array.from({ length: 100 }, (_, index) => ({ model: `${name}${index}`, ...model }));
+    await page.route("**/v1/engine/stats?*", async (route) => {
+      const response = await route.fetch();
+      const stats = await response.json();
+      if (response.ok()) stats.engines[0].ranks[0].models = models;
+      await route.fulfill({ response, json: stats });
+    });
+    await page.goto(`${GUARDED_URL}status`);
+    await giveKey(page, KEY);
+    await page.waitForFunction(() => document.querySelectorAll("#worker-models tr").length === 100);
+    assert.equal(await page.textContent("#worker-models td"), `${name}0`);
+    const [width, height] = await page.evaluate(() => {
+      const { offsetHeight } = document.querySelector("#worker-models").closest(".scroll");
+      return [document.documentElement.scrollWidth / window.innerWidth, offsetHeight / window.innerHeight];
+    });
+    assert.ok(width <= 1 && height <= 0.6, `${width} wide, ${height} high`);
+  }, REFUSED));
+
 for (const colorScheme of ["light", "dark"]) {
   test(`axe-core finds nothing (${colorScheme})`, () =>
     withPage(browser, { colorScheme }, async (page) => {

@@ -42,8 +42,8 @@ class ModelUses:
         self.hits: Counter[str] = Counter()  # model -> on all ranks, since start
 
     def note_batch(self, flight: Flight, now: float) -> None:
-        """Note a batch that is sent. A request's first step of a loop counts as a hit, on each of its ranks; what serves
-        the step, as a ControlNet does, does not.
+        """Note a batch that is sent. A request's first step of a loop counts as a hit, on each of its ranks, not what
+        serves that step, as a ControlNet does.
         """
         if not flight.is_step or OPS[flight.batch.op].serves_step:
             return
@@ -62,7 +62,7 @@ class ModelUses:
 
     def loads(self) -> dict[str, int]:
         """Model -> how often ranks have loaded it, since start."""
-        return {name: sum(map(self._residency.num_loads, steps)) for name, steps in self._steps.items()}
+        return {name: max(map(self._residency.num_loads, steps), default=0) for name, steps in self._steps.items()}
 
     def on(self, rank: int) -> Iterator[RankModel]:
         """The models that a rank has, loads or could not load, as they are served: in the same order each time."""

@@ -246,6 +246,19 @@ def test_the_router_expects_that_load_as_late_until_the_engine_reports_it() -> N
     assert again.seconds[0] == pytest.approx(before), "the report does not know of it yet"
 
 
+def test_two_loads_without_room_wait_for_the_same_requests_once() -> None:
+    """The second one begins after the first, which has waited for them already."""
+    other = dataclasses.replace(SHAPE, needed=(Weights("other"),))
+    busy, lacks = [load(50, 0.1)], unloaded(2.0, nbytes=10)
+    second = ModelLoad("other", "model", "unloaded", 2.0, nbytes=10)
+    fleet = fleet_of(report(lacks, second, requests=busy, room=SpareBytes(0, 5)))
+    fleet.sent(0, SHAPE, 0.0)
+    alone = float(predict_times(SHAPE, fleet_of(report(LOADED)), 0.0).finish[0])
+    finish = float(predict_times(other, fleet, 0.0).finish[0])
+    drained = 50 * 0.106 + 2.0
+    assert drained + 2.0 + alone <= finish < drained + 2.0 + 3 * alone
+
+
 def test_what_was_used_longest_ago_is_dropped_first() -> None:
     """Of engines with equal queues: one with room, then the one whose model was not used for longest."""
     lacks, busy = unloaded(2.0, nbytes=10), [load(50, 0.1) for _ in range(3)]
