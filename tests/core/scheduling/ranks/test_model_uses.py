@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from load_kit import BROKEN, MODELS, Rig, transformer
+from load_kit import BROKEN, MODELS, TEXT, VAE, Rig, transformer
 
 from core.costs.load_report import RankModel
 from core.graph.work import Work
@@ -103,3 +103,21 @@ def test_a_dead_rank_has_nothing_and_its_hits_are_forgotten() -> None:
     assert not rows(uses)
     rig.join(0, "a")
     assert rows(uses)["a"].hits == 0
+
+
+def test_models_that_share_what_makes_their_steps_are_told_apart_by_name() -> None:
+    """Both are there at once, and are loaded together; a hit is of the one that was asked for."""
+    rig = Rig("a", models=MODELS | {"twin": msgspec.structs.replace(MODELS["a"], name="twin")})
+    uses = ModelUses(rig.residency)
+    step(rig, uses, "twin", now=1.0)
+    assert {name: (each.hits, each.loads, each.used) for name, each in rows(uses).items()} == {
+        "a": (0, 1, 0.0),
+        "twin": (1, 1, 1.0),
+    }
+
+
+def test_a_model_whose_steps_others_make_is_loaded_once_with_all_it_has() -> None:
+    rig = Rig("d", models=MODELS | {"d": msgspec.structs.replace(MODELS["a"], name="d", components=(TEXT, VAE))})
+    uses = ModelUses(rig.residency)
+    assert rows(uses)["d"] == RankModel("d", "resident", 0, 1, 4, 0.0)
+    assert uses.loads()["d"] == 1
