@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from core.costs.load_report import RankModel, RankModelState
+from core.graph.op import OPS
 from core.handles import ModelKey
-from core.scheduling.ops import OPS
 from core.scheduling.ranks.in_flight import Flight
 from core.scheduling.ranks.residency import Residency
 
