@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         compete(scenarios, of_engine, args.seeds or ARENA_SEEDS, args.processes, args.output, args.plots)
         return
     if args.models:
-        models = args.models, args.scheduling_policies or [SchedulerConfig().policy], args.fits
+        models = args.models, args.scheduling_policies or [SchedulerConfig().policy], args.policies, args.fits
         model_report.compare(*models, args.seeds or 1, args.processes, args.output)
         return
     files = [DATA / name for name in PAPERS[args.paper]] if args.paper else [args.trace] if args.trace else []

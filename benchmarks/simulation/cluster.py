@@ -14,7 +14,8 @@ from functools import partial
 import msgspec
 
 from benchmarks.simulation.clock import Clock
-from benchmarks.simulation.engine import SimulatedEngine
+from benchmarks.simulation.durations import Durations
+from benchmarks.simulation.engine import Ranks, SimulatedEngine
 from benchmarks.simulation.machine import FrozenCosts
 from benchmarks.simulation.scenario import MODEL, Scenario, make_trace, prime_template
 from core.config import RouterPolicy, SchedulerConfig
@@ -35,21 +36,12 @@ Tell = Callable[[LoadReport, tuple[Output, ...]], None]
 
 
 class ReportingEngine(SimulatedEngine):
-    """An engine that reports as EngineCore does. num_ranks: its own. tell: takes reports and outputs. policy: a new
-    one of its scheduler; None: the default.
-    """
+    """An engine that reports as EngineCore does. tell: takes reports and outputs. ranks: see SimulatedEngine."""
 
     def __init__(
-        self, clock: Clock, scenario: Scenario, num_ranks: int, tell: Tell, policy: SchedulingPolicy | None = None
+        self, clock: Clock, scheduler: StepScheduler, durations: Durations, tell: Tell, ranks: Ranks | None = None
     ) -> None:
-        config = SchedulerConfig(max_num_seqs=scenario.max_num_seqs)
-        cost = CostModel() if scenario.learns else FrozenCosts()
-        models = {MODEL.name: MODEL}
-        scheduler = StepScheduler(config, models, num_ranks, cache=scenario.cache, cost=cost, policy=policy)
-        scheduler.learn(scenario.machine.samples(MODEL.name))
-        if isinstance(cost, FrozenCosts):
-            cost.is_frozen = True
-        super().__init__(clock, scheduler, scenario.machine, self._report_changes)
+        super().__init__(clock, scheduler, durations, self._report_changes, ranks)
         self._tell = tell
         self._told_counts = (0, 0)
         self._reports = 0  # sent so far: a timer that finds another number is void
@@ -72,6 +64,18 @@ class ReportingEngine(SimulatedEngine):
     def _report_late(self, number: int) -> None:
         if number == self._reports:
             self.report()
+
+
+def _scheduler(scenario: Scenario, num_ranks: int, policy: SchedulingPolicy | None) -> StepScheduler:
+    """Of an engine with so many ranks. policy: a new one; None: the default."""
+    config = SchedulerConfig(max_num_seqs=scenario.max_num_seqs)
+    cost = CostModel() if scenario.learns else FrozenCosts()
+    models = {MODEL.name: MODEL}
+    scheduler = StepScheduler(config, models, num_ranks, cache=scenario.cache, cost=cost, policy=policy)
+    scheduler.learn(scenario.machine.samples(MODEL.name))
+    if isinstance(cost, FrozenCosts):
+        cost.is_frozen = True
+    return scheduler
 
 
 @dataclass
@@ -105,9 +109,7 @@ class Cluster:
         scenario = self.scenario
         self.fleet = Fleet(scenario.num_engines, scenario.max_num_seqs)
         self.engines = [
-            ReportingEngine(
-                self.clock, scenario, number, partial(self._tell, index), self.scheduling() if self.scheduling else None
-            )
+            ReportingEngine(self.clock, self._make_scheduler(number), scenario.machine, partial(self._tell, index))
             for index, number in enumerate(scenario.engine_ranks)
         ]
         self._policy = make_policy(self.policy)
@@ -115,6 +117,9 @@ class Cluster:
         self._predicted: dict[int, float | None] = {}
         self._chosen: dict[int, int] = {}
         self._started = 0.0
+
+    def _make_scheduler(self, num_ranks: int) -> StepScheduler:
+        return _scheduler(self.scenario, num_ranks, self.scheduling() if self.scheduling else None)
 
     def run(self) -> Outcome:
         """Run the trace; returns its outcome."""

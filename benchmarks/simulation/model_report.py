@@ -19,6 +19,7 @@ import numpy as np
 from benchmarks.report import percentile, print_line
 from benchmarks.simulation.model_engine import Served, serve
 from benchmarks.simulation.model_scenario import MODEL_SCENARIOS, ModelScenario
+from core.config import RouterPolicy
 
 
 class ModelRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,7 @@ class ModelRun(msgspec.Struct, frozen=True, kw_only=True):
 
     scenario: str
     policy: str
+    router: RouterPolicy
     fits: int  # models whose components a rank's budget holds; 0: no limit
     seed: int
     mean: float | None  # latency of requests with a picture; None: there is none
@@ -46,15 +48,20 @@ class ModelRun(msgspec.Struct, frozen=True, kw_only=True):
     wall_seconds: float  # what the run took
 
 
-def simulate(scenario: ModelScenario, policy: str, seed: int) -> ModelRun:
+def simulate(scenario: ModelScenario, policy: str, seed: int, router: RouterPolicy = "mask-aware") -> ModelRun:
     """One run."""
     start = time.perf_counter()
-    served = serve(scenario, policy, seed)
+    served = serve(scenario, policy, seed, router=router)
     number = len(served.latencies) + served.failures.total()
-    latencies, watch = list(served.latencies.values()), served.watch
+    latencies, watches = list(served.latencies.values()), served.watches
+    waiting, for_loads, beside_idle = (
+        sum(getattr(watch, name) for watch in watches)
+        for name in ("waiting", "waiting_for_loads", "waiting_beside_idle")
+    )
     return ModelRun(
         scenario=scenario.name,
         policy=policy,
+        router=router,
         fits=scenario.fits,
         seed=seed,
         mean=fmean(latencies) if latencies else None,
@@ -65,11 +72,11 @@ def simulate(scenario: ModelScenario, policy: str, seed: int) -> ModelRun:
         loads=len(served.loaded) / number,
         least_loads=_least_loads(scenario, seed) / number,
         gigabytes=_gigabytes(served) / number,
-        wait=watch.waiting / number,
-        wait_for_loads=_share(watch.waiting_for_loads, watch.waiting),
-        wait_beside_idle=_share(watch.waiting_beside_idle, watch.waiting),
-        waited=len(watch.waited_for_loads) / number,
-        avoidable=len(watch.avoidable),
+        wait=waiting / number,
+        wait_for_loads=_share(for_loads, waiting),
+        wait_beside_idle=_share(beside_idle, waiting),
+        waited=len(served.waited_for_loads) / number,
+        avoidable=len(served.avoidable),
         deaths=served.num_deaths,
         gave_up=served.has_given_up,
         wall_seconds=time.perf_counter() - start,
@@ -129,7 +136,7 @@ def lru_loads(weights: Sequence[float], places: int) -> float:
 def _least_loads(scenario: ModelScenario, seed: int) -> int:
     """The fewest loads (Belady), where a model's own components are loaded together and shared ones never leave."""
     names = list(scenario.models.models)
-    places = scenario.num_ranks * scenario.fits if scenario.fits else len(names)
+    places = scenario.num_engines * scenario.num_ranks * scenario.fits if scenario.fits else len(names)
     return least_loads([request.model for request in scenario.trace(seed)], names, places)
 
 
@@ -139,17 +146,21 @@ def _least_loads(scenario: ModelScenario, seed: int) -> int:
 def compare(
     names: Sequence[str],
     policies: Sequence[str],
+    routers: Sequence[RouterPolicy],
     fits: Sequence[int] | None,
     seeds: int,
     processes: int,
     output: Path | None,
 ) -> list[ModelRun]:
-    """Run scenarios of MODEL_SCENARIOS and print what they give. fits: instead of the scenario's own."""
-    runs = [
-        (replace(MODEL_SCENARIOS[name], fits=number), policy, seed)
+    """Run scenarios of MODEL_SCENARIOS and print what they give. routers: of scenarios with several engines. fits:
+    instead of the scenario's own.
+    """
+    runs: list[tuple[ModelScenario, str, int, RouterPolicy]] = [
+        (replace(MODEL_SCENARIOS[name], fits=number), policy, seed, router)
         for name in names
         for number in (fits or [MODEL_SCENARIOS[name].fits])
         for policy in policies
+        for router in (routers if MODEL_SCENARIOS[name].num_engines > 1 else routers[-1:])
         for seed in range(seeds)
     ]
     found = list[ModelRun]()
@@ -162,7 +173,7 @@ def compare(
     return found
 
 
-def _simulate(run: tuple[ModelScenario, str, int]) -> ModelRun:
+def _simulate(run: tuple[ModelScenario, str, int, RouterPolicy]) -> ModelRun:
     return simulate(*run)
 
 
@@ -172,12 +183,16 @@ def table(runs: Sequence[ModelRun]) -> Iterator[str]:
         yield ""
         yield f"{scenario}: means over seeds; seconds, and per request"
         yield (
-            "fits  policy                 mean    P99  in time   failed   loads   least      GB    wait  for loads  "
-            "beside idle  waited  avoidable  deaths"
+            "fits  policy               router             mean    P99  in time   failed   loads   least      GB  "
+            "  wait  for loads  beside idle  waited  avoidable  deaths"
         )
         of_scenario = [run for run in runs if run.scenario == scenario]
-        for fits, policy in dict.fromkeys((run.fits, run.policy) for run in of_scenario):
-            yield _row([run for run in of_scenario if (run.fits, run.policy) == (fits, policy)])
+        for row in dict.fromkeys(map(_row_of, of_scenario)):
+            yield _row([run for run in of_scenario if _row_of(run) == row])
+
+
+def _row_of(run: ModelRun) -> tuple[int, str, str]:
+    return run.fits, run.policy, run.router
 
 
 def _row(runs: Sequence[ModelRun]) -> str:
@@ -186,7 +201,8 @@ def _row(runs: Sequence[ModelRun]) -> str:
         return fmean(values) if values else math.nan
 
     return (
-        f"{runs[0].fits:>4}  {runs[0].policy:<20} {mean('mean'):6.2f} {mean('p99'):6.1f}  {mean('in_time'):7.1%}  "
+        f"{runs[0].fits:>4}  {runs[0].policy:<20} {runs[0].router:<14} "
+        f"{mean('mean'):6.2f} {mean('p99'):6.1f}  {mean('in_time'):7.1%}  "
         f"{mean('failed'):7.1%}  {mean('loads'):6.3f}  {mean('least_loads'):6.3f}  {mean('gigabytes'):6.2f}  "
         f"{mean('wait'):6.2f}  {mean('wait_for_loads'):9.0%}  {mean('wait_beside_idle'):11.0%}  {mean('waited'):6.1%}  "
         f"{sum(run.avoidable for run in runs):>9}  {mean('deaths'):6.1f}"

@@ -128,6 +128,15 @@ class ModelLoad(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
     controlnet: str = ""  # its name, if they are of one
     ranks: RankIds = ()  # that can make steps with them; (): all can, or none
+    nbytes: int = 0  # that loading them adds; 0: they are loaded, loading, or have no limit
+
+
+class SpareBytes(msgspec.Struct, frozen=True, array_like=True):
+    """Memory for further weights, on that set of an engine's ranks which has most of it, in bytes."""
+
+    free: int  # that holds nothing
+    idle: int  # that holds nothing, or weights that no request of the engine needs
+    used: float = 0.0  # when those of them were used that are dropped first, monotonic seconds; 0: never, or none are
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,6 +158,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     queue: tuple[QueueChange, ...] = ()  # in the order in which they happened
     resident_pages: tuple[ResidentPages, ...] = ()  # templates with pages that have come or gone
     models: tuple[ModelLoad, ...] = ()  # weights of which more has changed than the time left
+    room: SpareBytes | None = None  # None: weights have no limit
     load_seconds: float | None = None  # until what requests wait for is loaded; None: when the last report said
     costs: EngineCosts | None = None  # None: unchanged, or not due yet
     refused: dict[str, float] = {}  # model -> until when it is refused to everybody, monotonic seconds
@@ -207,6 +217,21 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, started=self.started + seconds)
 
 
+RankModelState = Literal["resident", "loading", "quarantined"]
+"""The state of a model on a rank. quarantined: its batches have ended ranks, or this rank could not load it."""
+
+
+class RankModel(msgspec.Struct, frozen=True, array_like=True):
+    """A served model on a rank, without adapters; one that the rank neither has nor tried to load is left out."""
+
+    model: str  # name
+    state: RankModelState
+    hits: int  # loops of steps that requests have begun there, by this name, since it was loaded; lost ones begin again
+    loads: int  # since the engine's start
+    nbytes: int  # of its components that the rank has, shared ones too
+    used: float  # when a step with it was last sent there, monotonic seconds; 0: none was
+
+
 class RankStats(msgspec.Struct, frozen=True):
     """Statistics of one rank of an engine."""
 
@@ -214,6 +239,7 @@ class RankStats(msgspec.Struct, frozen=True):
     busy_seconds: float  # since start: worker time
     deaths: int = 0  # since start: of its worker, which was restarted each time
     is_up: bool = True  # its worker lives and accepts plans
+    models: tuple[RankModel, ...] = ()
 
 
 QuarantineCause = Literal["load", "deaths", "owner_deaths"]
@@ -256,6 +282,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     steps_repeated: int = 0  # steps of images that were lost with a worker and done again
     prime_chunks: int
     busy_seconds: dict[str, float]  # op -> worker time, of all ranks
+    model_hits: dict[str, int] = {}  # model, without adapters -> loops of steps that requests have begun with it
+    model_loads: dict[str, int] = {}  # the same -> how often ranks have loaded it
     # Since the last message.
     recent_steps: tuple[StepSample, ...] = ()  # without steps that were done in parts, which have no prediction
     # Since start and now.

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -56,6 +57,7 @@ class EngineSlots(NamedTuple):
     free_at: Vector  # when that is, in seconds of the caller's clock, shape [engines]
     pace: Vector  # seconds of a step of the requests in the slots, shape [engines]
     num_placed: Vector  # number of these requests, shape [engines]
+    left: Vector  # seconds from then until all of them are done, if no other begins, shape [engines]
     steps: Vector  # steps left in each slot, most first, shape [slots, engines]
     seconds: Vector  # seconds that the request in each slot adds to a step, shape [slots, engines]
 
@@ -73,13 +75,14 @@ class _KnownSlots:
     """EngineSlots of one kind of request."""
 
     def __init__(self, rows: Vector, num_slots: int, stale: Iterable[int]) -> None:
-        """rows: shape [3 + 2 * num_slots, engines]. stale: engines whose column is to be computed."""
+        """rows: shape [4 + 2 * num_slots, engines]. stale: engines whose column is to be computed."""
         self.rows, self.stale, self._num_slots = rows, {*stale}, num_slots
-        self.slots = EngineSlots(rows[0], rows[1], rows[2], rows[3 : 3 + num_slots], rows[3 + num_slots :])
+        steps, seconds = rows[4 : 4 + num_slots], rows[4 + num_slots :]
+        self.slots = EngineSlots(rows[0], rows[1], rows[2], rows[3], steps, seconds)
 
     @classmethod
     def empty(cls, num_slots: int, num_engines: int, stale: Iterable[int] = ()) -> _KnownSlots:
-        made = cls(np.zeros((3 + 2 * num_slots, num_engines)), num_slots, stale)
+        made = cls(np.zeros((4 + 2 * num_slots, num_engines)), num_slots, stale)
         made.slots.pace[:] = TINY
         return made
 
@@ -91,7 +94,8 @@ class _KnownSlots:
         pace = max(base + sum([seconds for _, seconds in left]), TINY) if left else TINY
         padding = [0.0] * (self._num_slots - len(left))
         steps, seconds = [steps for steps, _ in left], [seconds for _, seconds in left]
-        self.rows[:, engine] = [lane.time, pace, len(left), *steps, *padding, *seconds, *padding]
+        until_done = sum(map(mul, steps, seconds)) + base * max(steps, default=0.0)
+        self.rows[:, engine] = [lane.time, pace, len(left), until_done, *steps, *padding, *seconds, *padding]
 
 
 @dataclass(slots=True)
@@ -104,6 +108,7 @@ class PendingSend:
     priming_seconds: float  # priming that it causes
     time: float  # when it was sent
     needed: tuple[Weights, ...]  # what is loaded for it
+    drained: float  # when what the engine had before is done, if it lacks any of these; else 0
 
 
 class Fleet:
@@ -126,6 +131,7 @@ class Fleet:
         self._bind(np.zeros((4, num_engines)))
         self._ranks: list[RankIds] = [(0,)] * num_engines  # of each engine's lanes
         self._num_lanes = np.ones(num_engines, dtype=np.int64)
+        self._num_alive_lanes: int | None = None  # of the candidates; computed when asked for
         self._lanes = [EngineLanes((0,), max_num_seqs, 0.0) for _ in range(num_engines)]
         self._known: dict[LaneKind, _KnownSlots] = {ANY: _KnownSlots.empty(max_num_seqs, num_engines)}
         self.last_sent: Counts = np.full(num_engines, -1.0)  # number of the last send there, counted over all engines
@@ -177,7 +183,7 @@ class Fleet:
             self.templates.observe(engine, resident)
         pending = [sent for sent in self._pending[engine] if sent.number > report.num_received]
         self._pending[engine] = pending
-        self._models.observe(engine, report, [(sent.needed, sent.time) for sent in pending], now)
+        self._models.observe(engine, report, [(sent.needed, sent.time, sent.drained) for sent in pending], now)
         queue = self._queues[engine]
         queue.update(report)
         if not (pending or queue or report.priming_seconds):
@@ -188,7 +194,8 @@ class Fleet:
         self.held_seconds[engine] = queue.step_seconds + sum(sent.load.step_seconds for sent in pending if sent.load)
         self._reported[engine] = now
         self._ranks[engine] = report.lanes or self._ranks[engine]
-        self._num_lanes[engine] = len(self._ranks[engine])
+        if len(self._ranks[engine]) != self._num_lanes[engine]:
+            self._num_lanes[engine], self._num_alive_lanes = len(self._ranks[engine]), None
         self._stale.add(engine)
 
     def settle(self) -> None:
@@ -205,7 +212,7 @@ class Fleet:
         self._num_sends += 1
         sent = self._make_sent(engine, shape, now)
         self._pending[engine].append(sent)
-        self._models.send(engine, sent.needed, self._work(shape), now)
+        self._models.send(engine, sent.needed, self._work(shape), sent.drained, now)
         self._set_held(engine, float(self.num_requests[engine]) + 1)
         self.priming_seconds[engine] += sent.priming_seconds
         if sent.load is not None:
@@ -246,7 +253,9 @@ class Fleet:
         return engine in self._lost
 
     def _set_death(self, engine: int, *, is_dead: bool) -> None:
-        self.death[engine] = np.inf if is_dead else 0.0
+        if is_dead == bool(self.death[engine]):
+            return
+        self.death[engine], self._num_alive_lanes = np.inf if is_dead else 0.0, None
         self.num_alive = int(self.is_alive.sum())
 
     @property
@@ -276,7 +285,7 @@ class Fleet:
         others = willing if willing.any() else serving
         self.settle()
         fleet = copy(self)
-        fleet.death, fleet._stale = np.where(others, 0.0, np.inf), set()
+        fleet.death, fleet._num_alive_lanes, fleet._stale = np.where(others, 0.0, np.inf), None, set()
         fleet.num_alive, fleet._num_held = int(others.sum()), float(self.num_requests[others].sum())
         return fleet
 
@@ -291,6 +300,10 @@ class Fleet:
     def load_wait(self, shape: RequestShape, now: float) -> LoadWait | None:
         """How long the request waits for its model's weights on each engine; None: they are there everywhere."""
         return self._models.wait(shape.needed, now)
+
+    def drain_seconds(self, slots: EngineSlots, now: float) -> Vector:
+        """Until each engine is done with all that it holds in the lane of these slots, shape [engines]."""
+        return np.maximum(slots.free_at - now + slots.left, 0.0)
 
     def before(self, priority: int, now: float, owner: str = "") -> Fleet:
         """The fleet as seen by a new request of this owner and class, without the waiting requests that it overtakes:
@@ -383,19 +396,23 @@ class Fleet:
     @property
     def mean_held(self) -> float:
         """Requests that a lane of a living engine holds, on average."""
-        return self._num_held / max(1, int(self._num_lanes[self.is_alive].sum()))
+        if self._num_alive_lanes is None:
+            self._num_alive_lanes = int(self._num_lanes[self.is_alive].sum())
+        return self._num_held / max(1, self._num_alive_lanes)
 
     # ------------------------------------------------------------------------------------------------- inside
 
     def _make_sent(self, engine: int, shape: RequestShape, now: float) -> PendingSend:
         number, priming = self._num_sent[engine], self._expect_pages(engine, shape)
+        has_to_load = self._models.has_to_load(engine, shape.needed)
+        loads = shape.needed, now + float(self.drain_seconds(self.slots, now)[engine]) if has_to_load else 0.0
         if not shape.num_steps:
-            return PendingSend(number, None, 0.0, priming, now, shape.needed)
+            return PendingSend(number, None, 0.0, priming, now, *loads)
         costs, degree = self.size_costs(shape), self.degree(shape)
         step = float(np.broadcast_to(self.step_seconds_on(shape), self.num_engines)[engine])
         told = shape.priority, False, now, shape.owner
         load = RequestLoad(shape.num_steps, step, costs.other, *told, degree)
-        return PendingSend(number, load, costs.base, priming, now, shape.needed)
+        return PendingSend(number, load, costs.base, priming, now, *loads)
 
     def _expect_pages(self, engine: int, shape: RequestShape) -> float:
         """Note the pages that the engine will have to prime for it; returns the seconds that takes."""

@@ -15,14 +15,12 @@ from core.errors import EngineDeadError
 from core.routing.admission import Outlook
 from core.routing.fleet import TINY, EngineSlots, Fleet
 from core.routing.fleet_costs import SizeCosts, Vector
+from core.routing.model_map import NOTHING, LoadWait
 from core.routing.request_shape import RequestShape
 from core.routing.template_map import TemplatePages
 
 TIE = 1e-9
 """Relative difference up to which costs count as equal."""
-
-
-NOTHING: Vector = np.zeros(1)
 
 Matrix = npt.NDArray[np.float64]
 
@@ -46,7 +44,7 @@ class EngineTimes(NamedTuple):
     finish: Vector  # until it is done
     imposed: Vector  # delay of the requests that the engine holds, summed over them
     priming: Vector  # worker time spent on its template's pages
-    repeated: Vector  # by which loading its model should wait for another engine that loads it already
+    loading: Vector  # delay of later requests by what is loaded for it, see `_loading`
 
 
 def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
@@ -82,7 +80,28 @@ def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
     alone = own + (costs.other if shape.num_steps else 0.0)
     finish += alone - own + making + np.minimum(beside, PRIME_SHARE * making)
     imposed = step * np.add.reduce(shared) + alone * slots.num_placed
-    return EngineTimes(finish, imposed, own, NOTHING if load is None else load.repeated)
+    if load is None:
+        return EngineTimes(finish, imposed, own, NOTHING)
+    if load.dropping is not None and load.dropping.waits.any():
+        other_loads = load.seconds - load.own  # until they end, which may have waited for the same requests
+        loaded = np.maximum(fleet.drain_seconds(slots, now), other_loads) + load.own
+        finish = np.where(load.dropping.waits, loaded + alone + shape.num_steps * (base + step), finish)
+    return EngineTimes(finish, imposed, own, _loading(load, fleet))
+
+
+def _loading(load: LoadWait, fleet: Fleet) -> Vector:
+    """Delay of later requests, summed over them, by a load that the request would start, float64 [engines].
+
+    It should wait for another engine that loads the same already. What is dropped for it has to be loaded again, for
+    which its next request waits. It was last used some time ago, and so is asked for about once in such a time: those
+    that come during both loads wait, too, but no more in each than a lane holds. Both loads are assumed to take as
+    long.
+    """
+    if load.dropping is None:
+        return load.repeated
+    drops, unused, _ = load.dropping
+    waiting = np.minimum(1.0 + (2.0 * load.own) / unused, max(1.0, 2.0 * fleet.mean_held))
+    return load.repeated + load.own * waiting * drops
 
 
 class PrimingTimes(NamedTuple):
@@ -167,7 +186,7 @@ class MaskAware:
 
     def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Route:
         ahead = predict_times(shape, fleet, now)
-        costs = ahead.finish + ahead.imposed + fleet.mean_held * ahead.priming + ahead.repeated
+        costs = ahead.finish + ahead.imposed + fleet.mean_held * ahead.priming + ahead.loading
         engine = cheapest(costs, fleet)
         return Route(engine, float(ahead.finish[engine]) if fleet.costs.is_known(shape.model) else None)
 

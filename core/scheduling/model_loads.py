@@ -67,9 +67,9 @@ class ModelLoads:
         """What waiting requests may need that begin now, as last decided; None: anything that is there."""
         return None if self.residency.is_complete else self._decided.startable
 
-    def note_batch(self, flight: Flight) -> None:
+    def note_batch(self, flight: Flight, now: float) -> None:
         """Note a batch that is sent."""
-        self.residency.note_use(flight.keys)
+        self.residency.note_use(flight.keys, now)
 
     def apply(self, answer: LoadAnswer, now: float) -> None:
         """Process a rank's answer to an order. Requests that need a component that cannot be loaded fail."""

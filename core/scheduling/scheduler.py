@@ -488,7 +488,8 @@ class StepScheduler:
         self._free.clear()
         for flight in chosen.flights:
             self._in_flight.send(plan.seq, flight, now)
-            self._loads.note_batch(flight)
+            self._loads.note_batch(flight, now)
+            self.ranks.uses.note_batch(flight, now)
         self._in_flight.send_transfers(plan.seq, chosen.transfers)
         return msgspec.structs.replace(plan, loads=loads) if loads else plan
 

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from prometheus_client import Gauge
 
-from core.costs.load_report import CacheStats, EngineStats, LoadReport, QuarantineCause, StepSample
+from core.costs.load_report import CacheStats, EngineStats, LoadReport, QuarantineCause, RankModelState, StepSample
 from core.scheduling.ops import BUILT_IN
 from engine.observability.metric_registry import MetricRegistry
 
@@ -96,6 +96,13 @@ class EngineMetrics:
             "controlnets",
             "cause",
         )
+        self._model_ranks = registry.gauge(
+            "model_ranks", "Workers that have a model, load it, or refuse it.", "model_name", "state"
+        )
+        self._model_hits = registry.counter(
+            "model_hits", "Loops of steps that images have begun with a model that a worker had.", "model_name"
+        )
+        self._model_loads = registry.counter("model_loads", "How often workers have loaded a model.", "model_name")
         self._restarts = registry.counter("engine_restarts", "Starts of an engine after its death.", "engine")
         self._running = registry.gauge("engine_requests_running", "Images that an engine has begun.", "engine")
         self._waiting = registry.gauge("engine_requests_waiting", "Images queued in an engine.", "engine")
@@ -144,6 +151,10 @@ class EngineMetrics:
         """Create the series of a model, before any report."""
         for cause in get_args(QuarantineCause):
             self._quarantined.labels(name, "", cause)
+        for state in get_args(RankModelState):
+            self._model_ranks.labels(name, state)
+        for counter in (self._model_hits, self._model_loads):
+            counter.labels(name)
 
     def observe(self, engine: int, load: LoadReport, stats: EngineStats | None) -> None:
         """Take over an engine's report. An engine with totals lower than before has been restarted."""
@@ -158,6 +169,7 @@ class EngineMetrics:
             self._observe_stats(engine, stats, _NO_STATS if is_restarted else last)
             self._move_levels(last.cache or _NO_CACHE, stats.cache or _NO_CACHE)
             self._move_quarantine(last, stats)
+            self._move_ranks(last, stats)
 
     def observe_restart(self, engine: int) -> None:
         """Count a restart of an engine."""
@@ -170,6 +182,7 @@ class EngineMetrics:
         gone = self._stats.pop(engine, _NO_STATS)
         self._move_levels(gone.cache or _NO_CACHE, _NO_CACHE)
         self._move_quarantine(gone, _NO_STATS)
+        self._move_ranks(gone, _NO_STATS)
 
     def _load_gauges(self) -> tuple[Gauge, ...]:
         return self._running, self._waiting, self._drain_seconds
@@ -179,6 +192,12 @@ class EngineMetrics:
             self._busy_seconds.labels(str(engine), stage).inc(seconds - last.busy_seconds.get(stage, 0.0))
         for field, total in self._totals.items():
             total.inc(getattr(stats, field) - getattr(last, field))
+        for counter, now, then in (
+            (self._model_hits, stats.model_hits, last.model_hits),
+            (self._model_loads, stats.model_loads, last.model_loads),
+        ):
+            for name, number in now.items():
+                counter.labels(name).inc(number - then.get(name, 0))
         deaths, before = (sum(rank.deaths for rank in each.ranks) for each in (stats, last))
         self._rank_restarts.labels(str(engine)).inc(deaths - before)
         self._observe_steps(stats.recent_steps)
@@ -227,6 +246,12 @@ class EngineMetrics:
         for stats, sign in ((before, -1), (now, 1)):
             for each in stats.quarantine:
                 self._quarantined.labels(each.model, ",".join(each.controlnets), each.cause).inc(sign)
+
+    def _move_ranks(self, before: EngineStats, now: EngineStats) -> None:
+        """Replace an engine's part of the gauge."""
+        for stats, sign in ((before, -1), (now, 1)):
+            for each in chain.from_iterable(rank.models for rank in stats.ranks):
+                self._model_ranks.labels(each.model, each.state).inc(sign)
 
 
 def _is_less_busy(stats: EngineStats, last: EngineStats) -> bool:

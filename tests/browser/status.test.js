@@ -79,6 +79,31 @@ test("images that share a step share it on the timeline", () =>
     assert.match(await status.textContent("#cache"), /Hit ratio\d+ %/);
     assert.match(await status.textContent("#tiers"), /host.*entries/);
     assert.match(await status.textContent("#engines"), /serves/);
+    const rows = await status.locator("#worker-models tr").allTextContents();
+    assert.equal(rows.length, 1, "one worker with one model");
+    assert.match(rows[0], /^0\.0stencil-embeddedresident[1-9]\d*1[\d.]+ MB[\d.]+ m?s ago$/);
+  }, REFUSED));
+
+test("a hundred models with long names stay within their table", () =>
+  withPage(browser, {}, async (page) => {
+    const name = `<b>${"long-name-".repeat(30)}`;
+    const model = { state: "resident", hits: 1, loads: 1, bytes: 1, idle_seconds: null };
+    const models = Array.from({ length: 100 }, (_, index) => ({ model: `${name}${index}`, ...model }));
+    await page.route("**/v1/engine/stats?*", async (route) => {
+      const response = await route.fetch();
+      const stats = await response.json();
+      if (response.ok()) stats.engines[0].ranks[0].models = models;
+      await route.fulfill({ response, json: stats });
+    });
+    await page.goto(`${GUARDED_URL}status`);
+    await giveKey(page, KEY);
+    await page.waitForFunction(() => document.querySelectorAll("#worker-models tr").length === 100);
+    assert.equal(await page.textContent("#worker-models td"), `${name}0`);
+    const [width, height] = await page.evaluate(() => {
+      const { offsetHeight } = document.querySelector("#worker-models").closest(".scroll");
+      return [document.documentElement.scrollWidth / window.innerWidth, offsetHeight / window.innerHeight];
+    });
+    assert.ok(width <= 1 && height <= 0.6, `${width} wide, ${height} high`);
   }, REFUSED));
 
 for (const colorScheme of ["light", "dark"]) {

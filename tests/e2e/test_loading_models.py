@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -100,6 +101,57 @@ def models_of_ranks(server: ServerProcess) -> list[set[str]]:
     """By rank: the models of which it has anything."""
     (engine,) = httpx.get(f"{server.url}/v1/engine/stats").json()["engines"]
     return [{name for each in rank["resident_models"] for name in each["models"]} for rank in engine["ranks"]]
+
+
+def test_two_engines_hold_different_models(tmp_path: Path, five_paths: dict[str, Path]) -> None:
+    """Each has room for one: which one that is, requests decide. When an engine dies, its model's requests go on at the
+    other one.
+    """
+    two = {name: five_paths[name] for name in ("0", "1")}
+    flags = ("--data-parallel-size", "2", "--model-bytes", str(max(map(weight_bytes, two.values()))))
+    with serving(tmp_path, two, *flags) as server, client_of(server) as client:
+        until(lambda: states_of_ranks(server) == [{"0": "resident"}] * 2)
+        first = {name: edit(client, model=name)[0] for name in two}
+        until(lambda: sorted(map(list, states_of_ranks(server))) == [["0"], ["1"]])
+        before = models_on_ranks(server)
+        for name in (*reversed(two), *two):
+            np.testing.assert_array_equal(edit(client, model=name)[0], first[name])
+        until(lambda: sum(each["hits"] for each in models_on_ranks(server).values()) >= 6)
+        after = models_on_ranks(server)
+        assert {place: each["loads"] for place, each in after.items()} == {
+            place: each["loads"] for place, each in before.items()
+        }, "nothing is loaded again"
+        (home,) = (engine for engine, name in after if name == "1")
+
+        def run(name: str) -> None:
+            np.testing.assert_array_equal(edit(client, model=name)[0], first[name])
+
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(run, name) for name in (*two, *two, *two)]
+            kill_engine(server, home)
+            for answer in answers:
+                answer.result()
+
+
+def models_on_ranks(server: ServerProcess) -> dict[tuple[int, str], dict[str, Any]]:
+    """(engine, model) -> what the only rank of the engine tells of it."""
+    engines = httpx.get(f"{server.url}/v1/engine/stats").json()["engines"]
+    return {
+        (each["index"], of["model"]): of for each in engines for of in (each["ranks"] or [{"models": []}])[0]["models"]
+    }
+
+
+def states_of_ranks(server: ServerProcess) -> list[dict[str, str]]:
+    """By engine: model -> state on its only rank."""
+    found: list[dict[str, str]] = [{}, {}]
+    for (engine, model), of in models_on_ranks(server).items():
+        found[engine][model] = of["state"]
+    return found
+
+
+def kill_engine(server: ServerProcess, number: int) -> None:
+    (process,) = (child for child in server.children() if f"stencil-engine-{number}" in " ".join(child.cmdline()))
+    process.send_signal(signal.SIGKILL)
 
 
 def test_deaths_change_no_picture_and_leave_nothing(tmp_path: Path, paths: dict[str, Path]) -> None:

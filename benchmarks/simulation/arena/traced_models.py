@@ -11,7 +11,7 @@ import msgspec
 from benchmarks.simulation.arena import production_trace
 from benchmarks.simulation.arena.contest import IN_TIME, MEAN, Contest, Values
 from benchmarks.simulation.arena.production_trace import TracedRequest
-from benchmarks.simulation.compared import FORMER, OURS, make
+from benchmarks.simulation.compared import FORMER, OURS
 from benchmarks.simulation.machine import IMAGE_TOKENS
 from benchmarks.simulation.model_engine import serve
 from benchmarks.simulation.model_scenario import EIGHTY_SEVEN, ModelScenario
@@ -37,7 +37,7 @@ def _play(load: float, policy: str, seed: int) -> Values:
     """Another seed is another window. A request is in time that takes at most `SCENARIO.slo_scale` times its time
     alone.
     """
-    served = serve(SCENARIO, make(policy), seed, window(SCENARIO, load, seed))
+    served = serve(SCENARIO, policy, seed, window(SCENARIO, load, seed))
     latencies = served.latencies.values()
     return {MEAN: fmean(latencies), IN_TIME: served.in_time / (len(latencies) + served.failures.total())}
 

@@ -170,8 +170,12 @@ class Quarantine:
 
     def has_failed_at(self, place: int, keys: Iterable[ModelKey] | None = None) -> bool:
         """As `has_failed_to_load`, but at this place, since it was last loaded there. keys: None: any component."""
-        failed = (key for at, key in self._loads_at if at == place)
-        return next(failed, None) is not None if keys is None else not set(keys).isdisjoint(failed)
+        failed = self.failed_at(place)
+        return bool(failed) if keys is None else not failed.isdisjoint(keys)
+
+    def failed_at(self, place: int) -> set[ModelKey]:
+        """The components of which this place has a failed load, see `has_failed_at`."""
+        return {key for at, key in self._loads_at if at == place}
 
     @property
     def refusals(self) -> Iterator[Refusal]:

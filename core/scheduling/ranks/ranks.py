@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from core.costs.load_report import RankStats
 from core.handles import LoadedComponent
+from core.scheduling.ranks.model_uses import ModelUses
 from core.scheduling.ranks.residency import Residency
 
 
@@ -14,6 +15,7 @@ class Ranks:
 
     def __init__(self, num_ranks: int, residency: Residency) -> None:
         self.residency = residency
+        self.uses = ModelUses(residency)
         self._busy_seconds = [0.0] * num_ranks  # by rank, since start
         self._deaths = [0] * num_ranks  # by rank, since start
         self._ports = [0] * num_ranks  # by rank, see `note_ports`
@@ -61,6 +63,12 @@ class Ranks:
         """Statistics of every rank, in order."""
         facts = enumerate(zip(self._busy_seconds, self._deaths, strict=True))
         return tuple(
-            RankStats(self.residency.components(rank), seconds, deaths, is_up=rank in self.up)
+            RankStats(
+                self.residency.components(rank),
+                seconds,
+                deaths,
+                is_up=rank in self.up,
+                models=tuple(self.uses.on(rank)) if rank in self.up else (),
+            )
             for rank, (seconds, deaths) in facts
         )

@@ -65,7 +65,9 @@ class Residency:
         self._awaited: list[dict[ModelKey, None]] = [{} for _ in range(num_ranks)]
         self._since: dict[tuple[int, ModelKey], int] = {}  # (rank, its component) -> number of its load
         self._num_loads = 0
-        self._uses: dict[ModelKey, int] = {}  # component -> number of its last use
+        self._loads: Counter[tuple[int, ModelKey]] = Counter()  # (rank, component) -> its loads since start
+        self._all_loads: Counter[ModelKey] = Counter()  # the same, of all ranks together
+        self._uses: dict[ModelKey, tuple[int, float]] = {}  # component -> number and time of its last use
         self._num_uses = 0
         self._on_demand: dict[ModelKeys, None] = {}  # of no model's own needs: what requests have asked for
         self._copies: Counter[ModelKey] = Counter()  # component -> live ranks that have it or are loading it
@@ -114,6 +116,8 @@ class Residency:
             if loaded.key not in components:
                 self._num_loads += 1
                 self._since[rank, loaded.key] = self._num_loads
+                self._loads[rank, loaded.key] += 1
+                self._all_loads[loaded.key] += 1
             components[loaded.key] = loaded
             self._awaited[rank].pop(loaded.key, None)
             self._note_good_load(rank, loaded.key)
@@ -209,16 +213,16 @@ class Residency:
     def _forget(self, key: ModelKey) -> None:
         self._retired.discard(key)
         self.quarantine.forget(key)
-        for known in (self._sizes, self._uses, self._copies, self._users):
+        for known in (self._sizes, self._uses, self._copies, self._users, self._all_loads):
             known.pop(key, None)
         for place in [place for place in self._since if place[1] == key]:
-            del self._since[place]
+            del self._since[place], self._loads[place]
 
-    def note_use(self, used: ModelKeys) -> None:
+    def note_use(self, used: ModelKeys, now: float) -> None:
         """Note that a batch uses these components."""
         self._num_uses += 1
         for key in used.keys:
-            self._uses[key] = self._num_uses
+            self._uses[key] = self._num_uses, now
 
     def note_full(self, ranks: RankIds) -> None:
         """Note that a set has no room for more without a request, until something of it changes. Not noted where a load
@@ -317,6 +321,18 @@ class Residency:
     def components(self, rank: int) -> tuple[LoadedComponent, ...]:
         """The components that a rank has loaded."""
         return tuple(self._components_on(rank).values())
+
+    def num_loads(self, key: ModelKey, rank: int | None = None) -> int:
+        """How often a rank has loaded a component since the start; None: all ranks together."""
+        return self._all_loads[key] if rank is None else self._loads[rank, key]
+
+    def load_number(self, rank: int, key: ModelKey) -> int:
+        """The number of the load that a rank has, or had, a component by; 0: it never had it."""
+        return self._since.get((rank, key), 0)
+
+    def failed_on(self, rank: int) -> set[ModelKey]:
+        """What could not be loaded on a rank's set since all of it last had it."""
+        return self.quarantine.failed_at(self._place((rank,)))
 
     # ------------------------------------------------------------------------------------------------- what is asked
 
@@ -443,8 +459,13 @@ class Residency:
         """Model -> state of its weights, for all models but adapters."""
         return {name: self._state(name) for name, info in self.models.items() if not info.parent}
 
+    def is_quarantined(self, model: str) -> bool:
+        """Whether a model is refused to everybody because its batches have ended ranks."""
+        needs = self._needs[model]
+        return any(each.cause == "deaths" and each.is_of(needs, None) for each in self.quarantine.refusals)
+
     def _state(self, name: str) -> ModelState:
-        if any(each.cause == "deaths" and each.is_of(self._needs[name], None) for each in self.quarantine.refusals):
+        if self.is_quarantined(name):
             return "quarantined"
         missing = self.missing(self._needs[name])
         if not missing:
@@ -489,7 +510,11 @@ class Residency:
 
     def last_use(self, key: ModelKey) -> int:
         """A number that grows with the time of a component's last use; 0: it was not used yet."""
-        return self._uses.get(key, 0)
+        return self._uses.get(key, (0, 0.0))[0]
+
+    def used(self, key: ModelKey) -> float:
+        """When a component was used last, monotonic seconds; 0: it was not used yet."""
+        return self._uses.get(key, (0, 0.0))[1]
 
     def _on(self, rank: int) -> set[ModelKey]:
         """What a rank has or is loading."""

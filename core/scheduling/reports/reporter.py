@@ -136,7 +136,7 @@ class Reporter:
         priming, counts = self._cache.seconds_left(), requests.counts
         changes, self._changes = tuple(self._changes), []
         is_first, self._is_first = self._is_first, False
-        load_seconds, models = self._load_times.take(requests.needs)
+        load_seconds, models = self._load_times.take(requests.needs, self._running_seconds(base))
         return LoadReport(
             num_received=self._num_received,
             num_running=counts[0],
@@ -151,6 +151,7 @@ class Reporter:
             queue=changes,
             resident_pages=self._cache.take_resident_pages(),
             models=models,
+            room=self._load_times.room(requests.needs),
             load_seconds=load_seconds,
             costs=self._take_costs(),
             refused=self._ranks.residency.refused_models(),
@@ -177,6 +178,8 @@ class Reporter:
             steps_repeated=steps_repeated,
             prime_chunks=self._cache.num_chunks,
             busy_seconds=dict(counters.busy_seconds),
+            model_hits=dict(self._ranks.uses.hits),
+            model_loads=self._ranks.uses.loads(),
             recent_steps=recent,
             cache=self._cache.stats(),
         )
@@ -226,13 +229,23 @@ class Reporter:
         return {op: seconds for op, seconds in left.items() if seconds}
 
     def _drain_seconds(self, base_seconds: float) -> float:
-        """Seconds until all running and waiting requests are done, assuming batches as full as the queue allows, and
-        that ranks share what each request takes.
+        """Seconds until all running and waiting requests are done, assuming batches as full as the queue allows."""
+        running, waiting = self._running, self._waiting
+        seconds, steps = running.seconds + waiting.seconds, running.steps + waiting.num_steps
+        return self._together_seconds(seconds, steps * base_seconds, len(running) + len(waiting))
+
+    def _running_seconds(self, base_seconds: float) -> float:
+        """Seconds until all running requests are done, if no other one begins."""
+        running = self._running
+        return self._together_seconds(running.seconds, running.steps * base_seconds, len(running))
+
+    def _together_seconds(self, seconds: float, base_seconds: float, number: int) -> float:
+        """Time that so many requests take if ranks share what each takes. base_seconds: of these, the constant part of
+        steps, which requests share.
         """
-        steps = self._running.steps + self._waiting.num_steps
-        num_busy = min(len(self._ranks.up), len(self._running) + len(self._waiting))
-        seconds = (self._running.seconds + self._waiting.seconds) / max(1, num_busy)
-        return seconds + steps * base_seconds / self._num_together(len(self._running))
+        number = max(1, number)
+        shared = base_seconds / min(self._config.max_num_seqs, number)
+        return seconds / max(1, min(len(self._ranks.up), number)) + shared
 
     def _num_together(self, num_running: int) -> int:
         """Number of requests that share a step, assuming batches as full as the queue allows."""

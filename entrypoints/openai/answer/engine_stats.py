@@ -8,7 +8,15 @@ from typing import Any
 
 import msgspec
 
-from core.costs.load_report import CacheStats, EngineStats, LoadReport, QuarantinedModel, RankStats, StepSample
+from core.costs.load_report import (
+    CacheStats,
+    EngineStats,
+    LoadReport,
+    QuarantinedModel,
+    RankModel,
+    RankStats,
+    StepSample,
+)
 from core.handles import LoadedComponent
 from core.model_info import ModelInfo
 from engine.client.async_engine import AsyncEngine
@@ -82,8 +90,15 @@ def _rank(rank: RankStats, models: Mapping[str, ModelInfo]) -> dict[str, Any]:
         "alive": rank.is_up,
         "deaths": rank.deaths,
         "resident_models": _components(rank.resident_models, models),
+        "models": [_rank_model(each, time.monotonic()) for each in rank.models],
         "busy_seconds": rank.busy_seconds,
     }
+
+
+def _rank_model(each: RankModel, now: float) -> dict[str, Any]:
+    """A model on a rank; `idle_seconds` is null before its first step there. now: monotonic seconds."""
+    facts = {"model": each.model, "state": each.state, "hits": each.hits, "loads": each.loads, "bytes": each.nbytes}
+    return facts | {"idle_seconds": round(max(0.0, now - each.used), 1) if each.used else None}
 
 
 def _quarantined(each: QuarantinedModel, now: float) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from benchmarks.simulation.model_engine import Served, serve
 from benchmarks.simulation.model_machine import BESIDE_A_LOAD
 from benchmarks.simulation.model_ranks import ModelRanks, Poison
 from benchmarks.simulation.model_report import ModelRun, least_loads, lru_loads, simulate, table
-from benchmarks.simulation.model_scenario import FIVE, MODEL_SCENARIOS, OWN, SHARED, ModelScenario
+from benchmarks.simulation.model_scenario import FIVE, MODEL_SCENARIOS, OWN, PAIR, SHARED, ModelScenario
 from benchmarks.simulation.model_set import ModelSet, zipf
 from benchmarks.simulation.rank_memory import RankMemory
 from benchmarks.simulation.ranks import BatchEnded, LoadEnded, LoadsBegun, RankClocks
@@ -125,9 +125,9 @@ def test_a_request_waits_for_its_load_exactly_as_long_as_the_load_takes() -> Non
     served = serve(scenario, "default", 0, arrivals(scenario, ["4"], 1.0))
     assert (len(alone.loaded), len(served.loaded)) == (0, 1)
     assert served.latencies["0"] == pytest.approx(alone.latencies["0"] + seconds)
-    assert served.watch.waiting_for_loads == pytest.approx(seconds)
-    assert served.watch.waited_for_loads == {"0"}
-    assert not served.watch.avoidable
+    assert sum(watch.waiting_for_loads for watch in served.watches) == pytest.approx(seconds)
+    assert served.waited_for_loads == {"0"}
+    assert not served.avoidable
     assert BESIDE_A_LOAD > 1
 
 
@@ -139,10 +139,10 @@ def test_a_request_waits_for_its_load_exactly_as_long_as_the_load_takes() -> Non
 def test_every_request_is_answered_within_the_budget(policy: str, fits: int) -> None:
     served = serve(short(FIVE, fits=fits), policy, 1)
     assert len(served.latencies) == 60
-    assert not served.watch.avoidable
+    assert not served.avoidable
     if fits in (0, 3) and policy == "default":
         assert not served.loaded, "all five are there"
-        assert not served.watch.waited_for_loads
+        assert not served.waited_for_loads
 
 
 def test_more_memory_is_never_slower() -> None:
@@ -164,6 +164,30 @@ def test_lone_requests_load_as_often_as_the_least_recently_used_is_wanted_again(
     share = len(served.loaded) / 500
     assert share == pytest.approx(lru_loads(models.weights, 8), abs=0.04)
     assert least_loads(names, list(models.models), 8) / 500 < share
+
+
+def test_engines_behind_a_router_each_keep_a_model() -> None:
+    """With room for one on each: while one has more requests, the other is not dropped for them, as it would only have
+    to be loaded again.
+    """
+    scenario = replace(PAIR, edits=replace(PAIR.edits, num_edits=80, load=0.7))
+    served = serve(scenario, "default", 0)
+    assert len(served.loaded) == 1, "both begin with the first model"
+    trace = {request.request_id: request.model for request in scenario.trace(0)}
+    homes = [{served.engines[name] for name in trace if trace[name] == model} for model in ("0", "1")]
+    assert [len(home) for home in homes] == [1, 1]
+    blind = serve(scenario, "default", 0, router="least-requests")
+    assert len(blind.loaded) > 10
+    assert mean(blind) > 1.5 * mean(served)
+
+
+def test_a_hot_model_gets_the_engine_of_one_that_nobody_asks_for() -> None:
+    scenario = replace(PAIR, edits=replace(PAIR.edits, num_edits=40))
+    calm, burst = arrivals(scenario, ["1", *["0"] * 30], 0.05), 30.0
+    calm = [calm[0], *(msgspec.structs.replace(each, arrival=each.arrival + burst) for each in calm[1:])]
+    served = serve(scenario, "default", 0, calm)
+    assert len(served.loaded) == 2, "1 where 0 was, and 0 again"
+    assert {served.engines[each.request_id] for each in calm[1:]} == {0, 1}
 
 
 def test_the_optimum_drops_what_is_needed_last() -> None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from run_workflows import DIAMOND, run_request
 
 from core.config import RouterPolicy
-from core.costs.load_report import LoadReport, ModelLoad, ModelState, RequestLoad
+from core.costs.load_report import LoadReport, ModelLoad, ModelState, RequestLoad, SpareBytes
 from core.costs.prediction_margin import PredictionMargin
 from core.errors import EngineDeadError
 from core.routing.admission import Terms, judge
@@ -25,23 +25,25 @@ SHAPE = make_shape()
 LOADED = ModelLoad("m", "model", "loaded", 0.0)
 
 
-def unloaded(seconds: float, state: ModelState = "unloaded") -> ModelLoad:
-    return ModelLoad("m", "model", state, seconds)
+def unloaded(seconds: float, state: ModelState = "unloaded", nbytes: int = 0) -> ModelLoad:
+    return ModelLoad("m", "model", state, seconds, nbytes=nbytes)
 
 
 def report(
-    *models: ModelLoad, requests: list[RequestLoad] | None = None, until: float | None = 0.0, **more: int
+    *models: ModelLoad,
+    requests: list[RequestLoad] | None = None,
+    until: float | None = 0.0,
+    room: SpareBytes | None = None,
+    **more: int,
 ) -> LoadReport:
     made = make_report(requests=requests or [], base_seconds=0.006 if requests else 0.0, costs=COSTS, **more)
-    return LoadReport(
-        **{name: getattr(made, name) for name in made.__struct_fields__} | {"models": models, "load_seconds": until}
-    )
+    return replace(made, models=models, load_seconds=until, room=room)
 
 
-def fleet_of(*reports: LoadReport, slots: int = 8) -> Fleet:
+def fleet_of(*reports: LoadReport, slots: int = 8, now: float = 0.0) -> Fleet:
     fleet = Fleet(len(reports), slots)
     for engine, each in enumerate(reports):
-        fleet.observe(engine, each, 0.0)
+        fleet.observe(engine, each, now)
     return fleet
 
 
@@ -192,7 +194,7 @@ def test_a_dead_engine_has_nothing_and_a_new_one_what_it_reports() -> None:
     fleet.lose(0)
     wait = fleet.load_wait(SHAPE, 0.0)
     assert wait is not None
-    assert wait.repeated.tolist() == [0.0, 0.0], "nobody loads it any more"
+    assert not wait.repeated.any(), "nobody loads it any more"
     fleet.restore(0)
     fleet.observe(0, report(unloaded(3.0)), 1.0)
     again = fleet.load_wait(SHAPE, 1.0)
@@ -213,3 +215,83 @@ def test_the_first_request_of_a_model_has_no_objective_that_its_load_would_miss(
     second = outlook(SHAPE, fleet, make_policy("mask-aware"), 0.0)
     assert second is not None
     assert judge(second, terms, margin).has_objective
+
+
+def test_a_load_without_room_begins_when_the_engine_is_done() -> None:
+    """With slots to spare, the request could else begin beside the others."""
+    busy, lacks = [load(50, 0.1), load(20, 0.1)], unloaded(2.0, nbytes=10)
+    alone = float(predict_times(SHAPE, fleet_of(report(LOADED)), 0.0).finish[0])
+    fleet = fleet_of(
+        report(lacks, requests=busy, room=SpareBytes(0, 5)), report(lacks, requests=busy, room=SpareBytes(0, 10))
+    )
+    waits, beside = predict_times(SHAPE, fleet, 0.0).finish
+    work = 70 * 0.1 + 50 * 0.006
+    assert waits == pytest.approx(work + 2.0 + alone, abs=0.3)
+    assert beside < waits
+    idle = predict_times(SHAPE, fleet_of(report(lacks, room=SpareBytes(0, 5))), 0.0).finish[0]
+    assert idle == pytest.approx(alone + 2.0), "it holds nothing that has to end"
+
+
+def test_the_router_expects_that_load_as_late_until_the_engine_reports_it() -> None:
+    lacks, busy = unloaded(2.0, nbytes=10), [load(50, 0.1)]
+    fleet = fleet_of(report(lacks, requests=busy, room=SpareBytes(0, 5)), report(lacks, room=SpareBytes(0, 5)))
+    fleet.sent(0, SHAPE, 0.0)
+    wait = fleet.load_wait(SHAPE, 0.0)
+    assert wait is not None
+    assert wait.seconds[0] > 50 * 0.1 + 2.0
+    before = float(wait.seconds[0])
+    fleet.observe(0, report(requests=busy, until=None, room=SpareBytes(0, 5), num_received=0), 0.0)
+    again = fleet.load_wait(SHAPE, 0.0)
+    assert again is not None
+    assert again.seconds[0] == pytest.approx(before), "the report does not know of it yet"
+
+
+def test_two_loads_without_room_wait_for_the_same_requests_once() -> None:
+    """The second one begins after the first, which has waited for them already."""
+    other = dataclasses.replace(SHAPE, needed=(Weights("other"),))
+    busy, lacks = [load(50, 0.1)], unloaded(2.0, nbytes=10)
+    second = ModelLoad("other", "model", "unloaded", 2.0, nbytes=10)
+    fleet = fleet_of(report(lacks, second, requests=busy, room=SpareBytes(0, 5)))
+    fleet.sent(0, SHAPE, 0.0)
+    alone = float(predict_times(SHAPE, fleet_of(report(LOADED)), 0.0).finish[0])
+    finish = float(predict_times(other, fleet, 0.0).finish[0])
+    drained = 50 * 0.106 + 2.0
+    assert drained + 2.0 + alone <= finish < drained + 2.0 + 3 * alone
+
+
+def test_what_was_used_longest_ago_is_dropped_first() -> None:
+    """Of engines with equal queues: one with room, then the one whose model was not used for longest."""
+    lacks, busy = unloaded(2.0, nbytes=10), [load(50, 0.1) for _ in range(3)]
+    rooms = SpareBytes(0, 10, 99.0), SpareBytes(0, 10, 10.0), SpareBytes(10, 10, 99.0)
+    recent, old, free = (report(lacks, requests=busy, room=room) for room in rooms)
+    assert [
+        chosen(fleet_of(*each, now=100.0), 100.0) for each in ((recent, old), (old, recent), (recent, old, free))
+    ] == [1, 0, 2]
+
+
+def test_a_hot_model_does_not_take_the_place_of_another_hot_one() -> None:
+    """It waits for its own engine, although loading it on the other one would end sooner. What was not asked for since
+    long gives way.
+    """
+    lacks = unloaded(2.0, nbytes=10)
+    queue = report(LOADED, requests=[load(25, 0.1) for _ in range(2)], room=SpareBytes(0, 0))
+    hot, cold = (report(lacks, room=SpareBytes(0, 10, used)) for used in (99.9, 0.0))
+    assert [chosen(fleet_of(queue, other, slots=1, now=100.0), 100.0) for other in (hot, cold)] == [0, 1]
+
+
+def test_room_counts_what_was_sent_there_to_be_loaded() -> None:
+    other = dataclasses.replace(SHAPE, needed=(Weights("other"),))
+    fleet = fleet_of(
+        report(
+            unloaded(2.0, nbytes=10), ModelLoad("other", "model", "unloaded", 2.0, nbytes=10), room=SpareBytes(0, 10)
+        )
+    )
+    first = fleet.load_wait(SHAPE, 0.0)
+    assert first is not None
+    assert first.dropping is not None
+    assert not first.dropping.waits[0]
+    fleet.sent(0, other, 0.0)
+    second = fleet.load_wait(SHAPE, 0.0)
+    assert second is not None
+    assert second.dropping is not None
+    assert second.dropping.waits[0]

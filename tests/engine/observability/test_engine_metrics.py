@@ -8,7 +8,15 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from core.costs.load_report import CacheStats, EngineStats, LoadReport, QuarantinedModel, StepSample
+from core.costs.load_report import (
+    CacheStats,
+    EngineStats,
+    LoadReport,
+    QuarantinedModel,
+    RankModel,
+    RankStats,
+    StepSample,
+)
 from engine.observability.metrics import Metrics
 
 LOAD = LoadReport(num_received=9, num_running=2, num_waiting=3, drain_seconds=1.5)
@@ -287,3 +295,22 @@ def test_two_objects_share_nothing() -> None:
     first, second = Metrics(), Metrics()
     first.observe_rejected("not_ready")
     assert values(second)["stencil:request_rejects_total,not_ready"] == 0
+
+
+def test_models_are_counted_by_the_ranks_that_have_them_and_their_uses_since_start() -> None:
+    """A dead engine's ranks have nothing; what it has done stays counted."""
+    metrics = Metrics()
+    metrics.expect(["a", "b"], 2)
+    has, loads = RankModel("a", "resident", 2, 1, 10, 5.0), RankModel("b", "loading", 0, 0, 0, 0.0)
+    ranks = (RankStats((), 0.0, models=(has, loads)), RankStats((), 0.0, models=(has,)))
+    stats = msgspec.structs.replace(engine_stats(1, 1), ranks=ranks, model_hits={"a": 4}, model_loads={"a": 2, "b": 0})
+    for engine in range(2):
+        metrics.observe_load(engine, LOAD, stats)
+    metrics.observe_load(1, LOAD, msgspec.structs.replace(stats, model_hits={"a": 5}))
+    seen = values(metrics)
+    assert [seen[f"stencil:model_ranks,{each}"] for each in ("a,resident", "b,loading", "b,resident")] == [4, 2, 0]
+    assert [seen[f"stencil:model_{name}_total,{model}"] for name in ("hits", "loads") for model in "ab"] == [9, 0, 4, 0]
+    metrics.observe_lost(1)
+    after = values(metrics)
+    assert [after[f"stencil:model_ranks,{each}"] for each in ("a,resident", "b,loading")] == [2, 1]
+    assert after["stencil:model_hits_total,a"] == 9

@@ -14,7 +14,7 @@ import pytest
 from api_calls import IMAGE, MASK, assert_refused, post_edit, post_json
 from fake_engine import FakeEngine
 
-from core.costs.load_report import CacheStats, EngineStats, LoadReport, QuarantinedModel, RankStats
+from core.costs.load_report import CacheStats, EngineStats, LoadReport, QuarantinedModel, RankModel, RankStats
 from core.handles import LoadedComponent, ModelKey
 from engine.client.resolve.mask_aware import ExactReason
 from entrypoints.openai.app import ServerSettings, create_app
@@ -302,8 +302,19 @@ async def test_components_are_listed_with_the_models_that_share_them(
         {"component": "vae", "content": "0f", "bytes": 1000, "models": [name, "twin"]},
         {"component": "vae", "content": "1e", "bytes": 10, "models": []},
     ]
-    told = {"alive": False, "deaths": 3, "resident_models": first["resident_models"], "busy_seconds": 0.5}
-    assert first["ranks"] == [told] * 2
+    told = {"alive": False, "deaths": 3, "resident_models": first["resident_models"], "models": []}
+    assert first["ranks"] == [told | {"busy_seconds": 0.5}] * 2
+
+
+async def test_each_rank_lists_its_models(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    used = RankModel("a", "resident", 3, 1, 1000, time.monotonic() - 5.0)
+    new = RankModel("b", "loading", 0, 0, 0, 0.0)
+    engine.stats = (msgspec.structs.replace(STATS, ranks=(RankStats((), 0.5, models=(used, new)),)), None)
+    (rank,) = (await client.get("/v1/engine/stats")).json()["engines"][0]["ranks"]
+    first, second = rank["models"]
+    assert 5.0 <= first.pop("idle_seconds") < 10.0
+    assert first == {"model": "a", "state": "resident", "hits": 3, "loads": 1, "bytes": 1000}
+    assert second == {"model": "b", "state": "loading", "hits": 0, "loads": 0, "bytes": 0, "idle_seconds": None}
 
 
 async def test_refused_models_are_listed(client: httpx.AsyncClient, engine: FakeEngine) -> None:

@@ -30,6 +30,7 @@ function show(stats) {
   byId("now").replaceChildren(...now(stats));
   showTimelines(stats.engines);
   byId("engines").replaceChildren(...stats.engines.map(engineRow));
+  byId("worker-models").replaceChildren(...stats.engines.flatMap(modelRows));
   showRefused(stats.engines);
   showCache(stats.cache);
 }
@@ -117,6 +118,17 @@ function states(models) {
 
 function names(models) {
   return Object.entries(models).map(([name, state]) => `${name}: ${state}`).join("\n");
+}
+
+/** A row for each model that an engine's workers have, load or refuse. */
+function modelRows({ index, ranks }) {
+  return (ranks ?? []).flatMap(({ models }, rank) => models.map((each) => modelRow(`${index}.${rank}`, each)));
+}
+
+function modelRow(worker, { model, state, hits, loads, bytes: size, idle_seconds: idle }) {
+  const used = idle === null ? "not yet" : `${duration(idle * 1000)} ago`;
+  const cells = [model, state, count(hits), count(loads), bytes(size), used];
+  return el("tr", {}, el("th", { scope: "row" }, worker), ...cells.map((text) => el("td", {}, text)));
 }
 
 function showCache(cache) {

@@ -47,7 +47,7 @@ def test_models_are_loaded_in_their_order_while_nothing_waits() -> None:
 def test_the_least_recently_used_makes_room() -> None:
     rig = Rig("a", "b", budget=24, models=MODELS | {"d": model("d")})
     for name in ("b", "a"):
-        rig.residency.note_use(rig.bindings.keys(name, "transformer"))
+        rig.residency.note_use(rig.bindings.keys(name, "transformer"), 0.0)
     assert rig.order([], [("d", 0.0)]) == (Load((0,), (transformer("d"),), (transformer("b"),)),)
     assert not rig.has("b")
     assert rig.residency.has(rig.bindings.keys("b", "vae"), [0]), "what a needs, too"
@@ -209,8 +209,8 @@ def test_room_is_made_where_what_is_dropped_was_used_least_recently() -> None:
     for rank, name in enumerate("abc"):
         rig.join(rank, name)
     for name in "acb":
-        rig.residency.note_use(rig.bindings.keys(name, "transformer"))
-    rig.residency.note_use(rig.bindings.keys("a", "transformer"))
+        rig.residency.note_use(rig.bindings.keys(name, "transformer"), 0.0)
+    rig.residency.note_use(rig.bindings.keys("a", "transformer"), 0.0)
     assert rig.order([], [("d", 0.0)]) == (Load((2,), (transformer("d"),), (transformer("c"),)),)
 
 
@@ -239,7 +239,7 @@ def test_a_copy_is_dropped_before_the_only_one() -> None:
     rig.join(0, "a", "b")
     rig.join(1, "b", "c")
     for name in "acb":  # b was used last
-        rig.residency.note_use(rig.bindings.keys(name, "transformer"))
+        rig.residency.note_use(rig.bindings.keys(name, "transformer"), 0.0)
     (load,) = rig.order([], [("d", 0.0)])
     assert load.drop == (transformer("b"),)
     assert not rig.residency.missing(rig.needs("b"))

@@ -6,9 +6,10 @@ import msgspec
 import pytest
 from load_kit import BROKEN, MODELS, SEGMENTER, Rig, model, transformer
 
-from core.costs.load_report import ModelLoad
+from core.costs.load_report import ModelLoad, SpareBytes
 from core.handles import ModelKey
 from core.scheduling.reports.load_times import GUESSED_BYTES_PER_SECOND, LoadTimes
+from core.scheduling.requests.bindings import Needs
 
 MANY = {name: model(name) for name in "abcdef"}
 
@@ -151,3 +152,39 @@ def test_nothing_is_lacking_without_a_living_rank() -> None:
     rig = Rig("a", seconds=0.5, models=MANY)
     rig.residency.lose(0)
     assert set(loads_of(rig, "b")[1].values()) == {("loaded", 0.0)}
+
+
+def test_room_is_what_holds_nothing_and_what_no_request_needs() -> None:
+    """Of 60 bytes, a and b take 24: 4 of what they share, and a transformer of 10 each; c takes 12."""
+    rig = Rig("a", "b", budget=60)
+    rig.residency.note_use(rig.bindings.keys("a", "transformer"), 7.0)
+    rig.residency.note_use(rig.bindings.keys("b", "transformer"), 3.0)
+    for key in ("text_encoder", "vae"):
+        rig.residency.note_use(rig.bindings.keys("a", key), 9.0)
+    times = LoadTimes(rig.bindings, rig.residency)
+    assert room_beside(times) == SpareBytes(36, 60, 3.0)
+    assert room_beside(times, rig.needs("a")) == SpareBytes(36, 46, 3.0)
+    assert room_beside(times, rig.needs("b")) == SpareBytes(36, 46, 7.0)
+    assert room_beside(times, rig.needs("a"), rig.needs("c")) == SpareBytes(24, 34, 3.0), "c will be loaded"
+    assert room_beside(LoadTimes(rig.bindings, Rig("a").residency)) is None
+
+
+def room_beside(times: LoadTimes, *needs: Needs) -> SpareBytes | None:
+    """When the live requests need these."""
+    times.take(needs)
+    return times.room(needs)
+
+
+def test_a_load_without_room_waits_until_what_runs_is_done() -> None:
+    rig = Rig("a", budget=20, seconds=0.5)
+    times = LoadTimes(rig.bindings, rig.residency)
+    needs = (rig.needs("a"), rig.needs("c"))
+    seconds, models = times.take(needs, 8.0)
+    assert (seconds, times.seconds) == (9.0, 1.0), "two components of half a second each"
+    assert ("c", "loading", 9.0, 0) in [(load.name, load.state, load.seconds, load.nbytes) for load in models]
+    assert ("b", "unloaded", 0.5, 10) in [(load.name, load.state, load.seconds, load.nbytes) for load in models]
+
+
+def test_a_load_with_room_does_not() -> None:
+    rig = Rig("a", budget=26, seconds=0.5)
+    assert LoadTimes(rig.bindings, rig.residency).take((rig.needs("a"), rig.needs("c")), 8.0)[0] == 1.0
