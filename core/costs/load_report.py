@@ -138,6 +138,10 @@ class SpareBytes(msgspec.Struct, frozen=True, array_like=True):
     idle: int  # that holds nothing, or weights that no request of the engine needs
     used: float = 0.0  # when those of them were used that are dropped first, monotonic seconds; 0: never, or none are
 
+    def moved(self, seconds: float) -> Self:
+        """The same with a time, if it has one, that is so many seconds later."""
+        return msgspec.structs.replace(self, used=_moved(self.used, seconds))
+
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """How busy an engine is. Made by its Reporter."""
@@ -175,6 +179,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
             running={request_id: load.moved(seconds) for request_id, load in self.running.items()},
             queue=tuple(change.moved(seconds) if isinstance(change, Queued) else change for change in self.queue),
             refused={model: until + seconds for model, until in self.refused.items()},
+            room=None if self.room is None else self.room.moved(seconds),
         )
 
 
@@ -231,6 +236,10 @@ class RankModel(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int  # of its components that the rank has, shared ones too
     used: float  # when a step with it was last sent there, monotonic seconds; 0: none was
 
+    def moved(self, seconds: float) -> Self:
+        """The same with a time, if it has one, that is so many seconds later."""
+        return msgspec.structs.replace(self, used=_moved(self.used, seconds))
+
 
 class RankStats(msgspec.Struct, frozen=True):
     """Statistics of one rank of an engine."""
@@ -240,6 +249,10 @@ class RankStats(msgspec.Struct, frozen=True):
     deaths: int = 0  # since start: of its worker, which was restarted each time
     is_up: bool = True  # its worker lives and accepts plans
     models: tuple[RankModel, ...] = ()
+
+    def moved(self, seconds: float) -> Self:
+        """The same with times that are so many seconds later."""
+        return msgspec.structs.replace(self, models=tuple(model.moved(seconds) for model in self.models))
 
 
 QuarantineCause = Literal["load", "deaths", "owner_deaths"]
@@ -298,6 +311,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         """The same with times that are so many seconds later."""
         return msgspec.structs.replace(
             self,
+            ranks=tuple(rank.moved(seconds) for rank in self.ranks),
             recent_steps=tuple(sample.moved(seconds) for sample in self.recent_steps),
             quarantine=tuple(each.moved(seconds) for each in self.quarantine),
         )
+
+
+def _moved(time: float, seconds: float) -> float:
+    """A time of something, or 0 if it never was, so many seconds later."""
+    return time + seconds if time else time

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from core.costs.cost_model import CostModel
 from core.messages.worker import Load, ModelFailed, ModelLoaded
 from core.scheduling.dispatch import Loads
 from core.scheduling.model_demand import ModelDemand
 from core.scheduling.node_cache import NodeCache
-from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.ranks.in_flight import Flight
 from core.scheduling.ranks.residency import Residency
 from core.scheduling.refusals import Refusals
@@ -20,6 +20,17 @@ from core.scheduling.requests.live_requests import LiveRequests
 
 LoadAnswer = ModelLoaded | ModelFailed
 """A rank's answer to an order to load a component."""
+
+
+class LoadPolicy(Protocol):
+    """What of a scheduling policy decides what is loaded, see `SchedulingPolicy`."""
+
+    @property
+    def copies(self) -> Hashable:
+        """What it wishes further copies of; a change of it is a reason to decide again."""
+
+    def loads(self, demand: ModelDemand, now: float) -> Loads:
+        """What ranks load and drop now."""
 
 
 @dataclass(slots=True)
@@ -31,7 +42,7 @@ class ModelLoads:
     cache: NodeCache
     refusals: Refusals
     cost: CostModel
-    policy: SchedulingPolicy
+    policy: LoadPolicy
     _decided: Loads = field(default_factory=Loads)
     _state: Hashable = None  # what the policy saw when it decided that, and its own orders
     _again: float = 0.0  # when it is to be decided again even if these are the same, monotonic seconds

@@ -16,8 +16,10 @@ from core.costs.load_report import (
     LoadReport,
     QuarantinedModel,
     Queued,
+    RankModel,
     RankStats,
     RequestLoad,
+    SpareBytes,
     StepSample,
 )
 from core.failure import Failure
@@ -42,10 +44,13 @@ REPORT = LoadReport(
     running={"r": LOAD},
     queue=(Queued("q", LOAD, 200.0), Begun("r", 1.0)),
     refused={"m": 300.0},
+    room=SpareBytes(5, 10, 50.0),
 )
 STATS = EngineStats(
     op_seconds={},
-    ranks=(RankStats((), 7.0),),
+    ranks=(
+        RankStats((), 7.0, models=(RankModel("m", "resident", 1, 1, 5, 60.0), RankModel("n", "loading", 0, 0, 0, 0.0))),
+    ),
     quarantine=(QuarantinedModel("m", "load", 1, 100.0, 300.0),),
     r_squared={},
     steps=1,
@@ -81,6 +86,7 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
         (
             EngineOutputs((FINISHED, Aborted("a")), REPORT, STATS),
             ".outputs.0.made .load.running.r.5 .load.queue.0.2.5 .load.queue.0.3 .load.refused.m"
+            " .load.room.2 .stats.ranks.0.models.0.5"
             " .stats.quarantine.0.3 .stats.quarantine.0.4 .stats.recent_steps.0.5",
         ),
         (EngineFailed(Failure("engine", "it"), (FINISHED,)), ".outputs.0.made"),
@@ -104,7 +110,7 @@ def test_the_messages_have_no_other_times() -> None:
         for name, hint in get_type_hints(kind).items()
         if "float" in str(hint) and not name.endswith("seconds")
     }
-    times = {"arrival", "deadline", "objective", "due", "refused", "made", "started", "since", "until"}
+    times = {"arrival", "deadline", "objective", "due", "refused", "made", "started", "since", "until", "used"}
     assert numbers - {"ms", "coefficients", "mask_score", "r_squared"} == times
 
 
