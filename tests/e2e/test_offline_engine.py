@@ -20,7 +20,8 @@ from PIL import ExifTags, Image
 from server_process import ROOT
 
 from core.errors import EngineError, InvalidRequestError, StencilError
-from core.messages.engine import Failed
+from core.messages.engine import Abort, Failed
+from core.messages.envelope import with_body
 from core.sampling_params import SamplingParams
 from engine.client.edit_types import EditInput
 from engine.client.upload import BytesUpload
@@ -155,8 +156,9 @@ def test_bytes_that_are_no_message_do_not_end_the_engine(engine: ImageEngine) ->
 
     async def send() -> None:
         client._waiters["lost"] = heard.append
-        client._send_bytes(b"nonsense")
-        client._send_bytes(msgspec.msgpack.encode({"type": "EngineRequest", "request_id": "lost", "model": 3}))
+        no_request = msgspec.msgpack.encode({"type": "EngineRequest", "request_id": "lost", "model": 3})
+        for body in (b"nonsense", no_request):
+            client._send_bytes(with_body(client._sealed(Abort(())), body))
 
     engine._run(send())
     deadline = time.monotonic() + 30

@@ -52,7 +52,7 @@ class Copies:
     def __init__(self) -> None:
         self._new: list[Request] = []  # since the last call of `wanted`
         self._demands: dict[ModelKeys, _Demand] = {}
-        self._made_at = 0.0  # when, monotonic seconds
+        self._made_at = -inf  # when, monotonic seconds
         self._began_at = inf  # when the first request was seen: until later, what is quiet may only not have begun
 
     def note_arrival(self, request: Request) -> None:
