@@ -51,13 +51,27 @@ def plan(contenders: Sequence[Contender], ranks: Sequence[int], sets: RankSets) 
             places[contender.name] = contender.held
     contenders = [contender for contender in contenders if not contender.is_ending]
     given = degrees(contenders, [rank for rank in ranks if buddies.are_free((rank,))])
-    places |= _placed([pair for pair in zip(contenders, given, strict=False) if pair[1]], buddies)
+    counted = [pair for pair in zip(contenders, given, strict=False) if pair[1]]
+    places |= _placed(counted, buddies)
+    _make_way([contender for contender, _ in counted], places, buddies)
     for contender in contenders:
         if not buddies.num_free:  # ranks are free here where the larger sets are broken up
             break
         if contender.name not in places:
             places |= _placed([(contender, 1)], buddies)
     return places
+
+
+def _make_way(contenders: Sequence[Contender], places: dict[str, RankIds], buddies: Buddies) -> None:
+    """Give those for which no rank was left, since sets of ranks cannot be cut as they were counted, a rank of the last
+    one behind them that may have the same ranks."""
+    for index, contender in enumerate(contenders):
+        if contender.name in places:
+            continue
+        behind = [each for each in contenders[index + 1 :] if each.able == contender.able and each.name in places]
+        if behind:
+            buddies.give(places.pop(behind[-1].name))
+            places |= _placed([(contender, 1)], buddies)
 
 
 def degrees(contenders: Sequence[Contender], ranks: Sequence[int]) -> list[int]:

@@ -93,6 +93,13 @@ def test_ranks_that_nobody_wants_go_to_those_that_save_most() -> None:
     assert degrees([contender("a", first=2), contender("b", first=2), contender("c")], range(4)) == [2, 2]
 
 
+def test_nobody_is_passed_over_where_a_large_set_takes_ranks_of_few() -> None:
+    few = (0, 1, 4)
+    line = [contender("large"), contender("first", 0, able=few), contender("second", able=few)]
+    places = plan(line, range(7), RankSets())
+    assert "first" in places
+
+
 def test_a_request_stays_where_its_state_is_and_shrinks_to_its_first_ranks() -> None:
     held = contender("a", held=(4, 5, 6, 7))
     assert plan([held], range(8), RankSets()) == {"a": tuple(range(8))}
