@@ -38,14 +38,14 @@ from core.messages.engine import EngineRequest
 from core.scheduling.policies.policy import SchedulingPolicy
 
 STEPS = {"sd3": 28, "sd35": 28, "schnell": 4, "dev": 50}
-"""Of a request, by base model: `benchmarks/simulation/data/lego.json`."""
+"""Base model -> denoising steps of a request, from `benchmarks/simulation/data/lego.json`."""
 
 WARM_UP_SEED = 1_000_000
 LONE_SECONDS = 600.0
 """Objective of requests that are alone, which does not matter."""
 
 CROWD_LOAD, NUM_CROWDING = 1.2, 12
-"""Of the requests that tell what it costs that all ranks have work."""
+"""The load and the number of the requests that are sent to learn how much slower ranks are when all have work."""
 
 
 class Cell(NamedTuple):
@@ -332,7 +332,7 @@ def _work(run: LoneRun) -> float:
 
 
 def _outside_batches(run: LoneRun) -> Iterator[float]:
-    """Of each request, the seconds that no batch of it takes."""
+    """The latency of each request without the seconds that its batches take."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for batch in run.batches:
         for name in batch.requests:

@@ -55,8 +55,9 @@ Part = tuple[str, int]
 
 
 class Size(NamedTuple):
-    """Of a base model. heads: of its denoiser and ControlNets. blocks: of the denoiser, and net: of a ControlNet, as
-    their makers name them. text_encoder: shape of T5.
+    """The shape of a base model's checkpoint. heads: attention heads of its denoiser and ControlNets. blocks: numbers
+    of the denoiser's blocks, as its maker in `tools` names them. net: those of a ControlNet. text_encoder: the shape of
+    its T5.
     """
 
     heads: int
@@ -70,7 +71,7 @@ Scale = Mapping[str, Size]
 
 
 def _t5(num_layers: int) -> dict[str, int]:
-    """Of 4.2 MB a layer."""
+    """The shape of a T5 text encoder whose layers take 4.2 MB each."""
     return {"d_kv": 64, "d_ff": 4096, "num_layers": num_layers, "num_heads": 16}
 
 
@@ -100,16 +101,16 @@ class Layout:
 
     @property
     def distinct_bytes(self) -> int:
-        """Of files of components, each once."""
+        """Bytes of all components that are served, each counted once."""
         return sum(dict(part for parts in self.parts.values() for part in parts).values())
 
     @property
     def separate_bytes(self) -> int:
-        """Of these, each once for every workflow that uses it."""
+        """Bytes of all components, each counted once for every workflow that uses it: nothing is shared then."""
         return sum(map(self.bytes_of, self.parts))
 
     def bytes_of(self, workflow: str) -> int:
-        """Of the components that a workflow uses."""
+        """Bytes of the components that a workflow uses."""
         return sum(size for _, size in self.parts[workflow])
 
 

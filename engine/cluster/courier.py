@@ -11,6 +11,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,6 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from core.errors import MessageError
+from core.ipc.shared_array import Arena
+from core.messages.codec import MessageDecoder
+from core.messages.engine import FromEngine, ToEngine
 from engine.cluster.connection import Connection
 from engine.cluster.link import Frames
 
@@ -41,12 +45,28 @@ class _Outgoing(NamedTuple):
     array: npt.NDArray[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What a courier stands between, and the arena that it fills. transmit: sends to the other end, see `Connection`.
+    near: takes messages that have come from there. on_silence: called when it has been silent for `silence_seconds`.
+    """
+
+    arena: Arena
+    transmit: Callable[[bytes, Frames], None]
+    near: Callable[[bytes], None]
+    on_silence: Callable[[], None]
+    silence_seconds: float
+
+
 class Courier(ABC):
     """What both ends have in common. Run `run` as a task while the sockets are open."""
 
-    def __init__(self, epoch: int, transmit: Callable[[bytes, Frames], None], silence_seconds: float) -> None:
-        """As of a Connection."""
-        self._connection = Connection(epoch, self, transmit, silence_seconds)
+    def __init__(self, epoch: int, ends: Ends) -> None:
+        """epoch: of the engine, see `core.messages.envelope`."""
+        self._connection = Connection(epoch, self, ends.transmit, ends.silence_seconds)
+        self._arena, self._near, self._on_silence = ends.arena, ends.near, ends.on_silence
+        self._to_engine: MessageDecoder[ToEngine] = MessageDecoder(ToEngine)
+        self._from_engine: MessageDecoder[FromEngine] = MessageDecoder(FromEngine)
         self._outbox: asyncio.Queue[_Outgoing | Callable[[], None]] = asyncio.Queue()
         self._waiting: deque[_Waiting] = deque()  # in the order in which they came
         self._have_come: set[ArrayName] = set()  # of messages that have not
@@ -123,6 +143,6 @@ class Courier(ABC):
     def place(self, request_id: str, offset: int, total: int) -> npt.NDArray[np.uint8]:
         """See Peer."""
 
-    @abstractmethod
     def on_silence(self) -> None:
         """See Peer."""
+        self._on_silence()

@@ -20,6 +20,7 @@ from core.errors import MessageError, OutOfMemoryError
 from core.ipc.shared_array import Arena
 from engine.client.processes.keeper_process import KeeperProcess, needs_keeper
 from engine.client.processes.worker_launcher import needs_launcher, worker_launcher
+from engine.cluster.courier import Ends
 from engine.cluster.curve import CurveKeys, listening
 from engine.cluster.host_config import HostAddress, HostConfig
 from engine.cluster.host_courier import HostCourier
@@ -69,9 +70,8 @@ class EngineHost:
 
             seconds = SILENT_TIMES * config.engine.hang_seconds
             silent = f"the API server gave no sign of life in {seconds:g} s"
-            courier = HostCourier(
-                config.epoch, config.address, arena, transmit, to_engine, lambda: self.end(silent), seconds
-            )
+            ends = Ends(arena, transmit, to_engine, lambda: self.end(silent), seconds)
+            courier = HostCourier(config.epoch, config.address, ends)
             engine = LocalBackend(arena).start(engine_config, config.epoch, near)
             stack.push_async_callback(_end, engine)
             on_listening(HostAddress(config.address, port, keys.public))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,22 +12,19 @@ import numpy.typing as npt
 
 from core.errors import MessageError
 from core.handles import ArrayRef
-from core.ipc.shared_array import Arena, ArenaAllocator, array_bytes
-from core.messages.codec import MessageDecoder, encode
+from core.ipc.shared_array import ArenaAllocator, array_bytes
+from core.messages.codec import encode
 from core.messages.engine import (
     AdaptersUsed,
     EngineFailed,
     EngineOutputs,
     EngineRequest,
     Finished,
-    FromEngine,
     PartialImage,
     PrimeTemplate,
-    ToEngine,
 )
 from core.messages.envelope import body_of, with_body
-from engine.cluster.courier import ArrayName, Courier
-from engine.cluster.link import Frames
+from engine.cluster.courier import ArrayName, Courier, Ends
 from engine.cluster.request_arrays import arrays_written, moved
 from engine.router.engine_client import RequestOutput
 
@@ -44,28 +41,12 @@ class _Held:
 class HostCourier(Courier):
     """Keeps what requests read in an arena of this machine, which the engine maps, and sends back what it has made."""
 
-    def __init__(
-        self,
-        epoch: int,
-        machine: str,
-        arena: Arena,
-        transmit: Callable[[bytes, Frames], None],
-        near: Callable[[bytes], None],
-        on_silence: Callable[[], None],
-        silence_seconds: float,
-    ) -> None:
-        """machine: its address, for errors. near: takes messages for the engine. on_silence: called when the API server
-        has been silent for that long.
-        """
-        super().__init__(epoch, transmit, silence_seconds)
+    def __init__(self, epoch: int, machine: str, ends: Ends) -> None:
+        """machine: its address, for errors."""
+        super().__init__(epoch, ends)
         self._machine = machine
-        self._arena = arena
-        self._allocator = ArenaAllocator(arena)
-        self._near = near
-        self._on_silence = on_silence
+        self._allocator = ArenaAllocator(ends.arena)
         self._held: dict[str, _Held] = {}  # by request
-        self._to_engine: MessageDecoder[ToEngine] = MessageDecoder(ToEngine)
-        self._from_engine: MessageDecoder[FromEngine] = MessageDecoder(FromEngine)
 
     @property
     def used_bytes(self) -> int:
@@ -138,7 +119,3 @@ class HostCourier(Courier):
         if offset not in refs:
             refs[offset] = self._allocator.alloc(total)
         return self._arena.view(refs[offset])
-
-    def on_silence(self) -> None:
-        """See Peer."""
-        self._on_silence()

@@ -16,6 +16,7 @@ from core.errors import MessageError, StencilError
 from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
 from engine.cluster.connection import LINKS
+from engine.cluster.courier import Ends
 from engine.cluster.curve import IO_THREADS, CurveKeys, connect
 from engine.cluster.host_config import HostAddress, HostConfig
 from engine.cluster.link import Frames
@@ -143,9 +144,8 @@ class RemoteEngine:
 
         seconds = SILENT_SHARE * self._config.engine.hang_seconds
         silent = f"its machine, {where}, gave no sign of life in {seconds:g} s"
-        courier = ServerCourier(
-            self._config.epoch, self._arena, transmit, to_client, lambda: self._end(silent), seconds
-        )
+        ends = Ends(self._arena, transmit, to_client, lambda: self._end(silent), seconds)
+        courier = ServerCourier(self._config.epoch, ends)
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._receive(name, socket, courier)) for name, socket in links.items()]
             running += [tasks.create_task(courier.run()), tasks.create_task(self._pass_on(courier))]

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 
 from core.errors import MessageError
 from core.handles import ArrayRef
-from core.ipc.shared_array import Arena, array_bytes
-from core.messages.codec import MessageDecoder, read_member
+from core.ipc.shared_array import array_bytes
+from core.messages.codec import read_member
 from core.messages.engine import (
     AdaptersUsed,
     EngineFailed,
     EngineOutputs,
     EngineRequest,
-    FromEngine,
     PartialImage,
     PrimeTemplate,
-    ToEngine,
 )
 from core.messages.envelope import body_of
 from core.messages.worker import LoadAdapter, LoadWorkflow
-from engine.cluster.courier import Courier
-from engine.cluster.link import Frames
+from engine.cluster.courier import Courier, Ends
 from engine.cluster.request_arrays import arrays_read, arrays_written
 
 
@@ -34,23 +29,10 @@ class ServerCourier(Courier):
     machine, whatever it sends, writes nowhere else, and ends requests only that it has.
     """
 
-    def __init__(
-        self,
-        epoch: int,
-        arena: Arena,
-        transmit: Callable[[bytes, Frames], None],
-        near: Callable[[bytes], None],
-        on_silence: Callable[[], None],
-        silence_seconds: float,
-    ) -> None:
-        """near: takes the engine's messages. on_silence: called when the host has been silent for that long."""
-        super().__init__(epoch, transmit, silence_seconds)
-        self._arena = arena
-        self._near = near
-        self._on_silence = on_silence
+    def __init__(self, epoch: int, ends: Ends) -> None:
+        """As of every Courier."""
+        super().__init__(epoch, ends)
         self._written: dict[str, dict[int, ArrayRef]] = {}  # request that runs -> what its engine makes, by offset
-        self._to_engine: MessageDecoder[ToEngine] = MessageDecoder(ToEngine)
-        self._from_engine: MessageDecoder[FromEngine] = MessageDecoder(FromEngine)
 
     def send(self, payload: bytes) -> None:
         """Send a message to the engine. One that cannot be decoded is the engine's to refuse."""
@@ -87,7 +69,3 @@ class ServerCourier(Courier):
         if ref is None or array_bytes(ref) != total:
             raise MessageError(f"an array of {total} bytes at {offset}, which {request_id!r} does not ask for")
         return self._arena.view(ref).reshape(-1).view(np.uint8)
-
-    def on_silence(self) -> None:
-        """See Peer."""
-        self._on_silence()

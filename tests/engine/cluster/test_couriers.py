@@ -37,6 +37,7 @@ from core.messages.engine import (
 )
 from core.messages.envelope import Envelopes, with_body
 from engine.cluster import connection
+from engine.cluster.courier import Ends
 from engine.cluster.host_courier import HostCourier
 from engine.cluster.link import Frames
 from engine.cluster.request_arrays import arrays_read, arrays_written, moved
@@ -62,16 +63,10 @@ class Way:
         self.requests: dict[str, EngineRequest | PrimeTemplate] = {}  # that the engine has, with arrays of its machine
         self.refused: list[bytes] = []  # messages that the engine cannot decode
         self.server = ServerCourier(
-            EPOCH, self.server_arena, self._sender(self._to_host), self._on_told, self._fail, silence_seconds=60
+            EPOCH, Ends(self.server_arena, self._sender(self._to_host), self._on_told, self._fail, 60)
         )
         self.host = HostCourier(
-            EPOCH,
-            "10.0.0.2",
-            self.host_arena,
-            self._sender(self._to_server),
-            self._on_request,
-            self._fail,
-            silence_seconds=60,
+            EPOCH, "10.0.0.2", Ends(self.host_arena, self._sender(self._to_server), self._on_request, self._fail, 60)
         )
 
     def _fail(self) -> None:
@@ -356,9 +351,7 @@ async def test_no_room_for_an_array() -> None:
 async def test_an_end_that_is_never_heard_is_silent() -> None:
     silent = asyncio.Event()
     with contextlib.closing(Arena.create(0, 4096)) as arena:
-        courier = HostCourier(
-            EPOCH, "10.0.0.2", arena, lambda *_: None, lambda _: None, silent.set, silence_seconds=0.04
-        )
+        courier = HostCourier(EPOCH, "10.0.0.2", Ends(arena, lambda *_: None, lambda _: None, silent.set, 0.04))
         task = asyncio.create_task(courier.run())
         await asyncio.wait_for(silent.wait(), 20)
         task.cancel()
