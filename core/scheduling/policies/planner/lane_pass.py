@@ -10,8 +10,9 @@ from core.graph.workflow import Node, op_of
 from core.handles import RankIds
 from core.scheduling.dispatch import AskAgain, Decision, Dispatch
 from core.scheduling.policies.planner.plan import Plan, has_steps
+from core.scheduling.policies.planner.predictions import Predictions
 from core.scheduling.policies.planner.repeated_steps import WholePass
-from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
+from core.scheduling.policies.planner.step_homes import StepHomes
 from core.scheduling.policies.step_pass import StepPass
 from core.scheduling.requests.deadlines import due
 from core.scheduling.requests.request import Request, Status
@@ -26,16 +27,11 @@ class LanePass(StepPass):
 
     apart: frozenset[str] = frozenset()  # ids of the large requests
     place: StepHomes = field(default_factory=StepHomes)
-    costs: Mapping[str, StepCost] = field(default_factory=dict)  # of the steps of small requests, by id
+    predictions: Predictions = field(default_factory=Predictions)
     lanes: RankIds = ()  # ranks where small requests make steps; at least one, unless there are none
     groups: Mapping[str, RankIds] = field(default_factory=dict)  # large request that may be given work -> its ranks
     large: Sequence[Request] = ()  # the requests of `groups`, the most urgent first
     plan: Plan = field(default_factory=Plan)  # which small requests are served
-    given_up: frozenset[str] = frozenset()  # ids of requests that this pass ends
-    _lane_set: frozenset[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._lane_set = frozenset(self.lanes)
 
     def _admit(self) -> list[Request]:
         """Large requests that have an open rank, or may get one for a ControlNet, and small ones, which get homes here,
@@ -61,7 +57,7 @@ class LanePass(StepPass):
         """Requests that have no steps to make now, then served ones, but for those that have nothing to do with the
         open ranks. room: for so many that have not begun.
         """
-        ended = self.apart | self.given_up
+        ended = self.apart | self.plan.ended
         running = (each for each in self.view.requests.running if each.id not in ended)
         admitted = [each for each in running if not has_steps(each)]
         for rank, served in ((None, self.plan.others), *self.plan.served_on):
@@ -81,7 +77,7 @@ class LanePass(StepPass):
         """Whether nothing of a served request could go to the open ranks, so that a pass need not look at it: all of it
         goes to this rank, its home, which is a lane still and has all that it needs.
         """
-        if rank in self.view.open_ranks or rank not in self._lane_set:
+        if rank in self.view.open_ranks or rank not in self.lanes:
             return False
         if not self.view.open_ranks.isdisjoint(request.ranks):
             return False
@@ -98,7 +94,7 @@ class LanePass(StepPass):
         idle = {rank for rank in self.view.idle_ranks if not self._has_work(rank)}
         if not idle:
             return tokens
-        served = {request.id for request, _ in self._candidates} | self.given_up
+        served = {request.id for request, _ in self._candidates} | self.plan.ended
         running = self.view.requests.running
         is_moving = any(each.num_moving for each in running) or next(self._fetches(), None) is not None
         is_busy = len(idle) < len(self.view.ranks) or is_moving
@@ -238,12 +234,10 @@ class LanePass(StepPass):
         """The rank of a small request's steps; it is chosen when the request needs it first, or cannot keep it."""
         keys = request.keys_of(node)
         home = self.place.find(request, keys)
-        if home is not None and home in self._lane_set and home in ranks:
-            return home
         able = [rank for rank in self.lanes if rank in ranks] or ranks
-        if home is None or home not in able:
-            home = self.place.place(request, keys, able, self.costs.get(request.id, StepCost(0.0, 0.0)))
-        return home
+        if home is not None and home in able:
+            return home
+        return self.place.place(request, keys, able, self.predictions.of(self.view, request).cost)
 
     def _last_home(self, request: Request) -> int:
         """The home of a request's next steps, or its last ones."""

@@ -11,7 +11,7 @@ share of the objective and serves requests in the order of arrival.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
@@ -26,14 +26,13 @@ from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.handles import RankIds
 from core.scheduling.dispatch import GiveUp
-from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
+from core.scheduling.policies.planner.predictions import Prediction, Predictions
+from core.scheduling.policies.planner.step_homes import StepHomes
 from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.deadlines import TOO_LATE, due, why_late
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.requests.work_left import WorkLeft
 from core.scheduling.view import View
-
-NOTHING = StepCost(0.0, 0.0)
 
 HEADROOM = 1.03
 """Time until a request is due, as a multiple of the time that it may be planned to take: plans are not exact."""
@@ -65,10 +64,8 @@ class Plan:
     lanes: tuple[RankLane, ...] = ()
     others: tuple[Request, ...] = ()  # waiting ones that make no steps, or have made all of them before a rank died
     given_up: tuple[GiveUp, ...] = ()
-    # The requests that had a slot at the last `refill_slots`, lane by lane.
-    served: list[Request] = field(default_factory=list)
-    served_on: list[tuple[int, list[Request]]] = field(default_factory=list)  # (rank, those of one of its lanes)
-    _served_by: dict[int, list[Request]] = field(default_factory=dict)  # by rank
+    # The requests that had a slot at the last `refill_slots`, lane by lane: (rank, those of one of its lanes).
+    served_on: list[tuple[int, list[Request]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.refill_slots()
@@ -79,15 +76,21 @@ class Plan:
         """
         num_slots = len(self.served)
         self.served_on = [(lane.rank, lane.served) for lane in self.lanes]
-        self.served = [request for _, served in self.served_on for request in served]
-        self._served_by = {}
-        for rank, served in self.served_on:
-            self._served_by.setdefault(rank, []).extend(served)
         return len(self.served) >= num_slots
 
-    def served_by(self, rank: int) -> Sequence[Request]:
-        """The requests that had a slot in a lane of this rank at the last `refill_slots`."""
-        return self._served_by.get(rank, ())
+    @property
+    def ended(self) -> set[str]:
+        """Ids of the requests that it gives up."""
+        return {each.request.id for each in self.given_up}
+
+    @property
+    def served(self) -> list[Request]:
+        """The requests that had a slot then."""
+        return [request for _, served in self.served_on for request in served]
+
+    def served_by(self, rank: int) -> list[Request]:
+        """Those of them that had it in a lane of this rank."""
+        return [request for on, served in self.served_on if on == rank for request in served]
 
 
 def has_steps(request: Request) -> bool:
@@ -111,6 +114,7 @@ class Candidate(NamedTuple):
     """A request, as judged for a plan."""
 
     request: Request
+    prediction: Prediction
     work: WorkLeft
     alone: float  # seconds of its remaining work, with as many ranks as are useful
     seconds: float  # that it may be predicted to take; inf: it has no due time
@@ -130,8 +134,7 @@ class Planner:
     now: float
     place: StepHomes
     lanes: RankIds  # ranks where small requests make steps
-    costs: Mapping[str, StepCost]  # of small requests, by id
-    alone: Callable[[Request, WorkLeft], float]  # seconds of what is left of it, with as many ranks as are useful
+    predictions: Predictions
     _num_on: dict[int, int] = field(default_factory=dict)  # rank -> denoisers whose requests may make steps there
 
     def plan(self, requests: Sequence[Request]) -> Plan:
@@ -143,7 +146,7 @@ class Planner:
         kept = [each for each in candidates if each.request.id not in dropped]
         groups: dict[ModelKeys, list[Candidate]] = {}  # denoiser -> candidates, which may share steps
         for candidate in kept:
-            if candidate.work.steps and candidate.request.id in self.costs:
+            if candidate.work.steps and candidate.prediction.is_small:
                 groups.setdefault(_denoiser(candidate.request), []).append(candidate)
         for group in groups.values():
             for rank in self._ranks(group[0].request):
@@ -156,10 +159,10 @@ class Planner:
         return Plan(tuple(lanes), waiting, given_up)
 
     def _judge(self, request: Request) -> Candidate:
-        work, time = self.view.work_left(request), due(request.head)
+        prediction, work = self.predictions.of(self.view, request), self.view.work_left(request)
+        alone, time = prediction.alone(request, work), due(request.head)
         seconds = inf if time is None else (time - self.now) / (HEADROOM * self.view.slowness)
-        alone = self.alone(request, work)
-        return Candidate(request, work, alone, seconds, alone > seconds)
+        return Candidate(request, prediction, work, alone, seconds, alone > seconds)
 
     def _tried(self, candidates: Sequence[Candidate]) -> Candidate | None:
         """The late request that is served nevertheless, while no candidate can be in time: predictions may be wrong,
@@ -197,8 +200,7 @@ class Planner:
             deadline = request.head.deadline
             if deadline is None or request.id in may_run or request.status is Status.RUNNING:
                 continue
-            alone = self.alone(request, self.view.work_left(request))
-            if self.now + self.view.load_seconds(request) + alone > deadline:
+            if self.now + self.view.load_seconds(request) + self._judge(request).alone > deadline:
                 yield GiveUp(request, TOO_LATE)
 
     def _why_given_up(self, candidate: Candidate, *, is_needed: bool) -> Failure | None:
@@ -218,9 +220,8 @@ class Planner:
         for denoiser, group in groups.items():
             ranks = self._ranks(group[0].request)
             for each in group[: LOOK_AHEAD * self.view.config.max_num_seqs]:
-                request = each.request
-                if self.place.find(request, denoiser) not in ranks:
-                    self.place.place(request, denoiser, ranks, self.costs.get(request.id, NOTHING))
+                if self.place.find(each.request, denoiser) not in ranks:
+                    self.place.place(each.request, denoiser, ranks, each.prediction.cost)
 
     # ------------------------------------------------------------------------------------------------ the set
 
@@ -242,7 +243,8 @@ class Planner:
             lanes |= self._scheduled(part, [rank for rank in ranks if rank not in lanes])
         for rank, lane in lanes.items():
             for request in lane.requests:
-                self.place.set(request, _denoiser(request), rank, self.costs.get(request.id, NOTHING))
+                cost = self.predictions.of(self.view, request).cost
+                self.place.set(request, _denoiser(request), rank, cost)
         return lanes.values()
 
     def _ranks(self, request: Request) -> Sequence[int]:
@@ -285,15 +287,10 @@ class Planner:
     def _able(self, request: Request, ranks: Sequence[int]) -> tuple[int, ...]:
         """Indexes of the ranks that can make a request's steps: one that has begun stays at home."""
         home, device = self.place.find(request, _denoiser(request)), self.view.page_rank(request)
-        if (
-            home is not None
-            and home in ranks
-            and (request.status is Status.RUNNING or self._num_on.get(ranks[0], 1) > 1)
-        ):
-            able: Sequence[int] = (home,)
-        else:
-            able = ranks if device is None else (device,)
-        return tuple(place for place, rank in enumerate(ranks) if rank in able)
+        only = device
+        if home in ranks and (request.status is Status.RUNNING or self._num_on.get(ranks[0], 1) > 1):
+            only = home
+        return tuple(place for place, rank in enumerate(ranks) if only is None or rank == only)
 
     def _blocks(self, request: Request) -> bool:
         """Whether the rank that makes steps also does the work after them: all that could make steps, too."""

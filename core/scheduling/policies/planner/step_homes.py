@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
+from core.scheduling.policies.step_speeds import StepCost
 from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.request import Request
-
-
-class StepCost(NamedTuple):
-    """Seconds of a step that a request shares with others of the same components."""
-
-    base: float  # once for all of them
-    extra: float  # that it adds
 
 
 class StepHomes:
