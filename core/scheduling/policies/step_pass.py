@@ -134,17 +134,18 @@ class StepPass(ABC):
     # ------------------------------------------------------------------------------------------------ ranks
 
     def _rank(self, request: Request, node: Node) -> int:
-        """The rank that is to run a node, of those that have its model. Nodes that read the results of rounds, such as
-        decodes, go to the last of them and all others to the first one, so that a decode never delays other requests'
-        steps. A node whose pages are on one device goes there, and one of a user's class where the least is to do.
+        """The rank that is to run a node, of those that have its model. A node whose pages are on one device goes there,
+        and one of a user's class where the least is to do.
         """
         ranks = self.view.ranks_with(request.keys_of(node))
         if op_of(node).has_own_ports:
             return self._least_given(request, node, ranks)
-        if node.name in request.workflow.after_rounds:
-            return ranks[-1]
         device = self._device(request, node)
-        return ranks[0] if device is None else device
+        return self._rank_among(request, node, ranks) if device is None else device
+
+    def _rank_among(self, request: Request, node: Node, ranks: tuple[int, ...]) -> int:
+        """The rank for any other node, of these."""
+        return ranks[0]
 
     def _least_given(self, request: Request, node: Node, ranks: tuple[int, ...]) -> int:
         """An open rank that this pass has given the fewest nodes; of several, one that has the inputs."""

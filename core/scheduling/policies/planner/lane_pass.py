@@ -174,24 +174,17 @@ class LanePass(StepPass):
             return (self._rank(request, node),)
         return StepPass._ranks(self, request, node) if group is None else group
 
-    def _rank(self, request: Request, node: Node) -> int:
-        """The rank that is to run a node, of those that have its model: for a large request the first of its group, for
-        a small one its home. Where others are at home with it, pictures are decoded on a rank where nobody is. A node
-        whose pages are on one device goes there, and one of a user's class where the least is to do.
+    def _rank_among(self, request: Request, node: Node, ranks: RankIds) -> int:
+        """For a large request the first rank of its group, for a small one its home. Where others are at home with it,
+        pictures are decoded on a rank where nobody is.
         """
-        ranks = self.view.ranks_with(request.keys_of(node))
-        if op_of(node).has_own_ports:
-            return self._least_given(request, node, ranks)
-        device = self._device(request, node)
-        if device is not None:
-            return device
         if request.id in self.groups:
             first = self.groups[request.id][0]
             return first if first in ranks else ranks[0]
         if node.name in request.workflow.step_names:
             return self._home(request, node, ranks)
         home = self._last_home(request)
-        if node.name in request.workflow.after_rounds and (home not in ranks or len(ranks) > 1):
+        if node.name in request.workflow.after_rounds:
             return self._spare(ranks, home)
         return home if home in ranks else ranks[0]
 
