@@ -134,8 +134,8 @@ class StepPass(ABC):
     # ------------------------------------------------------------------------------------------------ ranks
 
     def _rank(self, request: Request, node: Node) -> int:
-        """The rank that is to run a node, of those that have its model. A node whose pages are on one device goes there,
-        and one of a user's class where the least is to do.
+        """The rank that is to run a node, of those that have its model. A node whose pages are on one device goes
+        there, and one of a user's class where the least is to do.
         """
         ranks = self.view.ranks_with(request.keys_of(node))
         if op_of(node).has_own_ports:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from core.config import PATIENCE_SECONDS
 from core.costs.forecast import Pace, SlotTask
-from core.costs.lane_filling import best_schedules
+from core.costs.lane_filling import best_lanes
 from core.costs.prediction_margin import CERTAIN
 from core.failure import Failure
 from core.graph.work import Work
@@ -271,17 +271,17 @@ class Planner:
         seen = self.view.largest_seen(head.keys_of(step_node(head)), op_of(step_node(head))) // head.spec.num_rows
         if (seen + 1) * sum(task.size for task in tasks) > self.view.max_step_tokens * len(tasks):
             seen = most  # more of them do not fit into a step
-        schedules = best_schedules(tasks, most, pace, starts, blocks=self._blocks(head), largest_seen=seen)
-        chosen = {index for schedule in schedules for index in schedule.chosen}
+        filled = best_lanes(tasks, most, pace, starts, blocks=self._blocks(head), largest_seen=seen)
+        chosen = {index for lane in filled for index in lane.chosen}
         found = dict[int, RankLane]()
-        for place, (rank, schedule) in enumerate(zip(ranks, schedules, strict=True)):
-            indexes = schedule.chosen
+        for place, (rank, lane) in enumerate(zip(ranks, filled, strict=True)):
+            indexes = lane.chosen
             if not indexes:  # one that would be in time alone may seem late because predictions are rounded
                 others = (index for index, task in enumerate(tasks) if place in task.ranks and index not in chosen)
-                indexes = tuple(islice(others, 1))
+                indexes = list(islice(others, 1))
                 chosen.update(indexes)
             if indexes:
-                found[rank] = RankLane(rank, tuple(candidates[index].request for index in indexes), schedule.num_slots)
+                found[rank] = RankLane(rank, tuple(candidates[index].request for index in indexes), lane.slots.number)
         return found
 
     def _able(self, request: Request, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -298,7 +298,7 @@ class Planner:
         return set(having) <= set(self._ranks(request))
 
     def _slot_task(self, candidate: Candidate, able: tuple[int, ...]) -> SlotTask:
-        """A candidate for `best_schedules`. Times are seconds of the rank, of which each denoiser gets a fraction."""
+        """A candidate for `best_lanes`. Times are seconds of the rank, of which each denoiser gets a fraction."""
         head, work = candidate.request.head, candidate.work
         ranks = self._ranks(candidate.request)
         num_denoisers = sum(self._num_on[rank] for rank in ranks) / len(ranks)
