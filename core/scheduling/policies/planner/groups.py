@@ -149,7 +149,7 @@ class Groups:
             mine = first_small if self._small and request is self._small[0] else request
             if mine is not None and mine.is_live:
                 queue.setdefault(mine.id, mine)
-        queue |= {each.id: each for each in running if each.progress.in_flight and each.id not in queue}
+        queue |= {each.id: each for each in running if each.progress.in_flight}
         return list(queue.values())
 
     # ------------------------------------------------------------------------------------------------ order
@@ -222,24 +222,22 @@ class Groups:
 
     def _with_lanes(self, view: View, contenders: list[Contender]) -> list[Contender]:
         """These contenders with the small requests' lanes in place of all small ones together."""
-        index = next((place for place, each in enumerate(contenders) if each.name == SMALL), None)
-        if index is None:
+        small = next((each for each in contenders if each.name == SMALL), None)
+        if small is None:
             return contenders
         ending = {rank for each in contenders if each.is_ending for rank in each.held}
         others = [each for each in contenders if not each.is_ending]
-        given = degrees(others, [rank for rank in view.ranks if rank not in ending])
-        place = others.index(contenders[index])
-        number = max(1, given[place]) if place < len(given) else 1
+        number = max(1, degrees(others, [rank for rank in view.ranks if rank not in ending]).get(SMALL, 0))
         busy = {rank for each in self._small for ranks in each.sent_to.values() for rank in ranks}
         # A large request that runs on a lane would else have to leave it for requests that are not there.
         taken = {rank for each in contenders if each.is_running for rank in each.held} - busy
-        held = sorted((rank for rank in contenders[index].held if rank not in taken), key=lambda rank: rank not in busy)
+        held = sorted((rank for rank in small.held if rank not in taken), key=lambda rank: rank not in busy)
         lanes = list[Contender]()
         for lane in range(max(number, sum(rank in busy for rank in held))):
             ranks: RankIds = (held[lane],) if lane < len(held) else ()
             is_running = not busy.isdisjoint(ranks)
-            able = contenders[index].able
-            lanes.append(Contender(f"{LANE}{lane}", 0, {1: 0.0}, 0.0, 1, ranks, is_running, is_ending=False, able=able))
+            lanes.append(Contender(f"{LANE}{lane}", 0, {1: 0.0}, 0.0, 1, ranks, is_running, able=small.able))
+        index = contenders.index(small)
         return contenders[:index] + lanes + contenders[index + 1 :]
 
     def _contender(self, view: View, request: Request, now: float) -> Contender:

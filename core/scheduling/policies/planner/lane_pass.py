@@ -41,9 +41,9 @@ class LanePass(StepPass):
         large = list[Request]()
         for request in self.large:
             if request.status is Status.WAITING:
-                room -= 1
-                if room < 0:
+                if room <= 0:
                     continue
+                room -= 1
             if not self.view.open_ranks.isdisjoint(self.groups[request.id]) or self._may_have_rank_beside(request):
                 large.append(request)
         if not self.lanes:
@@ -61,29 +61,26 @@ class LanePass(StepPass):
         running = (each for each in self.view.requests.running if each.id not in ended)
         admitted = [each for each in running if not has_steps(each)]
         for rank, served in ((None, self.plan.others), *self.plan.served_on):
+            is_closed_lane = rank in self.lanes and rank not in self.view.open_ranks
             for request in served:
-                if rank is not None and self._is_elsewhere(request, rank):
+                if is_closed_lane and self._is_elsewhere(request, rank):
                     continue
                 if request.status is Status.WAITING:
                     if room <= 0 or not self.view.may_begin(request):
                         continue
                     room -= 1
-                    admitted.append(request)
-                elif has_steps(request):
-                    admitted.append(request)
+                elif not has_steps(request):
+                    continue
+                admitted.append(request)
         return admitted
 
-    def _is_elsewhere(self, request: Request, rank: int) -> bool:
+    def _is_elsewhere(self, request: Request, rank: int | None) -> bool:
         """Whether nothing of a served request could go to the open ranks, so that a pass need not look at it: all of it
-        goes to this rank, its home, which is a lane still and has all that it needs.
+        goes to this rank, its home, which has all that it needs and is not open.
         """
-        if rank in self.view.open_ranks or rank not in self.lanes:
+        if request.has_lost_rank or request.progress.pending or not self.view.open_ranks.isdisjoint(request.ranks):
             return False
-        if not self.view.open_ranks.isdisjoint(request.ranks):
-            return False
-        if request.has_lost_rank or request.progress.pending:
-            return False
-        return self.place.of(request) == rank and self.view.has_all(rank, request.needs)
+        return self.place.of(request) == rank and rank is not None and self.view.has_all(rank, request.needs)
 
     def _choose_step(self) -> Mapping[int, int]:
         """The steps of served requests. Where a rank would have nothing to do, because these wait for pages or memory
@@ -150,7 +147,7 @@ class LanePass(StepPass):
         making_steps = {home for each in self.plan.served if (home := self.place.of(each)) is not None}
         if not making_steps:
             return decisions
-        making_steps.update(rank for group in self.groups.values() for rank in group)
+        making_steps |= self._grouped
         dispatches = (each for each in decisions if isinstance(each, Dispatch) and each.ranks[0] not in making_steps)
         others = [each for each in dispatches if not op_of(each.items[0][1]).has_own_ports]
         first: dict[int, Dispatch] = {}
@@ -164,6 +161,11 @@ class LanePass(StepPass):
         return sum(self.view.seconds(request, node) for request, node in batch.items)
 
     # ------------------------------------------------------------------------------------------------ ranks
+
+    @property
+    def _grouped(self) -> set[int]:
+        """The ranks of the groups."""
+        return {rank for group in self.groups.values() for rank in group}
 
     def _ranks(self, request: Request, node: Node) -> RankIds:
         group = self.groups.get(request.id)
@@ -197,10 +199,9 @@ class LanePass(StepPass):
         group = self.groups.get(request.id) or (self._last_home(request),)
         own = group[0] if device is None else device
         if device is None and self.view.config.degree == 1 and self._is_worth_a_rank(request, node):
-            number, taken = self.place.num_on(ranks), {rank for each in self.groups.values() for rank in each}
-            free = self.view.open_ranks.union(*request.ranks_running(node)) - taken - {own}
-            beside = [rank for rank in ranks if rank in free and not number[rank]]
-            own = beside[0] if beside else own
+            number = self.place.num_on(ranks)
+            free = self.view.open_ranks.union(*request.ranks_running(node)) - self._grouped - {own}
+            own = next((rank for rank in ranks if rank in free and not number[rank]), own)
         return own if own in ranks else ranks[0]
 
     def _may_have_rank_beside(self, request: Request) -> bool:
@@ -243,10 +244,8 @@ class LanePass(StepPass):
         """The last of these ranks that makes no steps; else the last without requests, if others are at home where this
         one is; else its home.
         """
-        taken = {rank for group in self.groups.values() for rank in group}
-        free = [rank for rank in ranks if rank not in taken]
-        beside = [rank for rank in free if rank not in self.lanes]
-        if beside:
+        free = [rank for rank in ranks if rank not in self._grouped]
+        if beside := [rank for rank in free if rank not in self.lanes]:
             return beside[-1]
         number = self.place.num_on((*free, home))
         idle = [rank for rank in free if not number[rank]]
