@@ -67,12 +67,11 @@ class StepPass(ABC):
     def _choose_stage_work(self, is_wanted: Callable[[Request, Node], bool]) -> None:
         for request, ready in self._candidates:
             nodes = [node for node in ready if is_wanted(request, node) and self._can_run(request, node)]
-            if request.workflow.has_own_ports:
-                for node in (each for each in nodes if op_of(each).has_own_ports):
-                    self._choose_anywhere(request, node)
-                nodes = [node for node in nodes if not op_of(node).has_own_ports]
-            if nodes:
-                self._choose_nodes(request, nodes)
+            anywhere = [node for node in nodes if op_of(node).has_own_ports]
+            for node in anywhere:
+                self._choose_anywhere(request, node)
+            if others := [node for node in nodes if node not in anywhere]:
+                self._choose_nodes(request, others)
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
         """Choose these nodes, or none if they exceed the rank's time budget. A rank's first choice always fits."""
@@ -278,7 +277,7 @@ def eligible(view: View) -> list[Request]:
     live = [
         each
         for each in view.requests.live()
-        if (each.status is Status.RUNNING or view.may_begin(each)) and not (each.lacks_adapters and each.stands_still)
+        if (each.status is Status.RUNNING or view.may_begin(each)) and not each.stands_still
     ]
     return beside_suspects(live)
 

@@ -102,7 +102,7 @@ class Copies:
         for demand in self._demands.values():
             demand.rate *= fading
         for request in self._new:
-            if request.is_live and (keys := _denoiser(request)) is not None:
+            if request.is_live and (keys := request.denoiser) is not None:
                 seconds = predictions.of(view, request).work(request)
                 if keys not in self._demands:
                     self._demands[keys] = _Demand(len(view.ranks_to_have(keys)), seconds)
@@ -115,13 +115,8 @@ class Copies:
         for keys, demand in self._demands.items():
             demand.work, demand.needs, demand.ranks = 0.0, {}, {*view.ranks_to_have(keys)}
         for request in requests:
-            denoiser = _denoiser(request)
+            denoiser = request.denoiser
             found = None if denoiser is None else self._demands.get(denoiser)
             if found is not None:
                 found.work += predictions.of(view, request).work(request)
                 found.needs |= dict.fromkeys(request.needs)
-
-
-def _denoiser(request: Request) -> ModelKeys | None:
-    node = request.step_node
-    return None if node is None else request.keys_of(node)

@@ -86,14 +86,15 @@ class Default(SchedulingPolicy):
         if not view.open_ranks:
             return ()
         self._age += 1
-        is_new = self._needs_plan(view)
-        if is_new:
+        again: Sequence[Decision] | None = None
+        if self._needs_plan(view):
             self._make_plan(view, now)
-        keeps = partial(self._groups.keeps, view, now)
-        again = None if is_new else self._repeated.next(view, self._plan, self._apart, self._moving, keeps)
-        if again is None and not is_new and self._is_stale(view):
-            self._make_plan(view, now)
-        decisions: Sequence[Decision] = self._over_all(view, now) if again is None else again
+        else:
+            keeps = partial(self._groups.keeps, view, now)
+            again = self._repeated.next(view, self._plan, self._apart, self._moving, keeps)
+            if again is None and self._is_stale(view):
+                self._make_plan(view, now)
+        decisions = self._over_all(view, now) if again is None else again
         if self._is_wanted and self._has_free:  # else the rank would wait for the next answer, however long that takes
             self._make_plan(view, now)
             decisions = self._over_all(view, now)

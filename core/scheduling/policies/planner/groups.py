@@ -9,7 +9,6 @@ from heapq import heappop, heappush
 from math import inf, isinf
 from typing import NamedTuple
 
-from core.config import PATIENCE_SECONDS
 from core.graph.workflow import op_of
 from core.handles import RankIds
 from core.scheduling.policies.buddies import power_of_two
@@ -17,7 +16,7 @@ from core.scheduling.policies.planner.predictions import Prediction, Predictions
 from core.scheduling.policies.planner.rank_plan import Contender, degrees, moves, pays, plan
 from core.scheduling.policies.planner.rank_sets import RankSets
 from core.scheduling.policies.step_speeds import StepCost
-from core.scheduling.requests.deadlines import due
+from core.scheduling.requests.deadlines import due, must_be_served
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
 
@@ -190,10 +189,10 @@ class Groups:
         """Seconds until a request has to begin, with as many ranks as are efficient, or more if that is now; inf: it
         has no due time, or is late; -inf: so it is, and has waited so long that it must be served.
         """
-        head, time, beside = request.head, due(request.head), prediction.other_seconds(request)
+        time, beside = due(request.head), prediction.other_seconds(request)
         if time is not None and now + beside + steps * prediction.least_step <= time:
             return max(0.0, time - now - beside - steps * prediction.seconds[prediction.largest_degree(EFFICIENT)])
-        return -inf if now - head.arrival > PATIENCE_SECONDS * (1 + head.priority) else inf
+        return -inf if must_be_served(request.head, now) else inf
 
     # ------------------------------------------------------------------------------------------------ contenders
 

@@ -266,5 +266,4 @@ def _has_slot(request: Request) -> bool:
     """Whether a running request counts among those that may run together: until its last step, or if users' classes run
     it until its end, because the values between its nodes may be large. It has none while it waits for adapters.
     """
-    has_step = request.progress.steps_left > 0 and not (request.lacks_adapters and request.stands_still)
-    return has_step or request.workflow.has_own_ports
+    return (request.progress.steps_left > 0 and not request.stands_still) or request.workflow.has_own_ports

@@ -11,13 +11,13 @@ share of the objective and serves requests in the order of arrival.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
 from typing import NamedTuple
 
-from core.config import PATIENCE_SECONDS
 from core.costs.forecast import Pace, SlotTask
 from core.costs.lane_filling import best_lanes
 from core.costs.prediction_margin import CERTAIN
@@ -29,7 +29,7 @@ from core.scheduling.dispatch import GiveUp
 from core.scheduling.policies.planner.predictions import Prediction, Predictions
 from core.scheduling.policies.planner.step_homes import StepHomes
 from core.scheduling.requests.bindings import ModelKeys
-from core.scheduling.requests.deadlines import TOO_LATE, due, why_late
+from core.scheduling.requests.deadlines import TOO_LATE, due, must_be_served, why_late
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.requests.work_left import WorkLeft
 from core.scheduling.view import View
@@ -95,9 +95,7 @@ class Plan:
 
 def has_steps(request: Request) -> bool:
     """Whether a request has steps to make, and its next one need not wait for adapters."""
-    if request.lacks_adapters and request.stands_still:
-        return False
-    return request.is_live and request.progress.steps_left > 0
+    return request.is_live and request.progress.steps_left > 0 and not request.stands_still
 
 
 def step_node(request: Request) -> Node:
@@ -106,8 +104,8 @@ def step_node(request: Request) -> Node:
 
 
 def _denoiser(request: Request) -> ModelKeys:
-    """The components that a request's next steps are computed with, or if none is left, that its last ones were."""
-    return request.keys_of(step_node(request))
+    assert request.denoiser is not None, f"{request.id} has no steps"
+    return request.denoiser
 
 
 class Candidate(NamedTuple):
@@ -135,7 +133,7 @@ class Planner:
     place: StepHomes
     lanes: RankIds  # ranks where small requests make steps
     predictions: Predictions
-    _num_on: dict[int, int] = field(default_factory=dict)  # rank -> denoisers whose requests may make steps there
+    _num_on: Counter[int] = field(default_factory=Counter)  # rank -> denoisers whose requests may make steps there
 
     def plan(self, requests: Sequence[Request]) -> Plan:
         """requests: that may run, the most urgent first."""
@@ -148,9 +146,7 @@ class Planner:
         for candidate in kept:
             if candidate.work.steps and candidate.prediction.is_small:
                 groups.setdefault(_denoiser(candidate.request), []).append(candidate)
-        for group in groups.values():
-            for rank in self._ranks(group[0].request):
-                self._num_on[rank] = self._num_on.get(rank, 0) + 1
+        self._num_on.update(rank for group in groups.values() for rank in self._ranks(group[0].request))
         if len(groups) > 1:
             self._place_apart(groups)
         lanes = [lane for group in groups.values() for lane in self._lanes(group, tried)]
@@ -253,8 +249,8 @@ class Planner:
 
     def _is_patient(self, candidate: Candidate) -> bool:
         """Whether a request that is late or has no due time has waited so long that it must be served."""
-        head, has_no_due = candidate.request.head, candidate.is_late or candidate.seconds == inf
-        return has_no_due and self.now - head.arrival > PATIENCE_SECONDS * (1 + head.priority)
+        has_no_due = candidate.is_late or candidate.seconds == inf
+        return has_no_due and must_be_served(candidate.request.head, self.now)
 
     def _scheduled(self, candidates: Sequence[Candidate], ranks: Sequence[int]) -> dict[int, RankLane]:
         """Rank -> its lane, for the ranks that serve any of these candidates. ranks: those that may serve them."""
@@ -268,7 +264,7 @@ class Planner:
         tasks = [self._slot_task(each, able[each.request.id]) for each in candidates]
         pace = self._pace(candidates, min(most, len(candidates)))
         starts = [self.view.wait_seconds(rank) for rank in ranks]
-        seen = self.view.largest_seen(head.keys_of(step_node(head)), op_of(step_node(head))) // head.spec.num_rows
+        seen = self.view.largest_seen(_denoiser(head), op_of(step_node(head))) // head.spec.num_rows
         if (seen + 1) * sum(task.size for task in tasks) > self.view.max_step_tokens * len(tasks):
             seen = most  # more of them do not fit into a step
         filled = best_lanes(tasks, most, pace, starts, blocks=self._blocks(head), largest_seen=seen)
@@ -288,7 +284,7 @@ class Planner:
         """Indexes of the ranks that can make a request's steps: one that has begun stays at home."""
         home, device = self.place.find(request, _denoiser(request)), self.view.page_rank(request)
         only = device
-        if home in ranks and (request.status is Status.RUNNING or self._num_on.get(ranks[0], 1) > 1):
+        if home in ranks and (request.status is Status.RUNNING or self._num_on[ranks[0]] > 1):
             only = home
         return tuple(place for place, rank in enumerate(ranks) if only is None or rank == only)
 
@@ -317,20 +313,20 @@ class Planner:
         """Seconds of steps by number of requests and sum of their tokens: exact where all requests have the fewest or
         all have the most tokens of any candidate, and linear between. 0 for all while that of one is unknown.
         """
-        head = candidates[0].request
-        step, rows = step_node(head), head.spec.num_rows
+        request = candidates[0].request
+        step, rows = step_node(request), request.spec.num_rows
         keys, tokens = max(each.work.keys for each in candidates), [each.work.tokens for each in candidates]
         low, high = min(tokens), max(tokens)
-        if not self._step_seconds(head, step, rows, high / rows, keys / rows):
-            return Pace((0.0,), (0.0,))
-        fixed, slope = list[float](), list[float]()
-        for number in range(1, most + 1):
-            below = self._step_seconds(head, step, number * rows, low / rows, keys / rows)
-            above = self._step_seconds(head, step, number * rows, high / rows, keys / rows) if high > low else below
-            slope.append((above - below) / (number * (high - low)) if high > low else 0.0)
-            fixed.append(below - slope[-1] * number * low)
-        return Pace(tuple(fixed), tuple(slope))
 
-    def _step_seconds(self, request: Request, step: Node, rows: int, tokens: float, keys: float) -> float:
-        work = Work((round(tokens),), (round(keys),))
-        return self.view.batch_seconds(request.keys_of(step), op_of(step), work, rows)
+        def seconds(number: int, tokens: float) -> float:
+            work = Work((round(tokens / rows),), (round(keys / rows),))
+            return self.view.batch_seconds(request.keys_of(step), op_of(step), work, number * rows)
+
+        if not seconds(1, high):
+            return Pace((0.0,), (0.0,))
+        numbers = range(1, most + 1)
+        fixed, slope = [seconds(number, low) for number in numbers], [0.0] * most
+        if high > low:
+            slope = [(seconds(number, high) - fixed[number - 1]) / (number * (high - low)) for number in numbers]
+            fixed = [fixed[number - 1] - slope[number - 1] * number * low for number in numbers]
+        return Pace(tuple(fixed), tuple(slope))

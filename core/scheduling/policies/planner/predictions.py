@@ -117,6 +117,6 @@ def _seconds_beside(view: View, request: Request, degrees: Collection[int]) -> d
 
 def able_ranks(view: View, request: Request) -> RankIds:
     """The ranks that have the model of a request's next steps, ascending; (): all have it, or none."""
-    node = request.step_node
-    having = () if node is None else view.ranks_with(request.keys_of(node))
+    keys = request.denoiser
+    having = () if keys is None else view.ranks_with(keys)
     return () if len(having) == len(view.ranks) else tuple(sorted(having))

@@ -27,8 +27,8 @@ class StepHomes:
 
     def of(self, request: Request) -> int | None:
         """The rank on which a request makes its next steps, or has made the last ones."""
-        node = request.step_node
-        return None if node is None else self.find(request, request.keys_of(node))
+        keys = request.denoiser
+        return None if keys is None else self.find(request, keys)
 
     def set(self, request: Request, keys: ModelKeys, rank: int, cost: StepCost) -> None:
         """Note where a request is to make the steps that need these components."""
