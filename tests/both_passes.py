@@ -47,6 +47,6 @@ def _whole_pass(policy: Default, view: View) -> Collection[Decision]:
     before = policy._groups, policy._homes
     known = {id(each): each for each in (*view.requests.live(), *policy._groups._queue, *policy._groups._small)}
     policy._groups, policy._homes = deepcopy(before, known)
-    decisions = policy._whole_pass(view, view._now, policy._given_up()).decisions
+    decisions = policy._whole_pass(view, view._now).decisions
     policy._groups, policy._homes = before
     return decisions

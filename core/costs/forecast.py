@@ -27,11 +27,6 @@ class SlotTask(NamedTuple):
     ranks: tuple[int, ...] = ()  # indexes of the ranks that can serve it; none: all can
     call: str = ""  # id of the call that is answered when all of its tasks are done; "": of its own
 
-    @property
-    def work(self) -> float:
-        """A measure of how much is left."""
-        return self.steps * self.size
-
 
 @dataclass(frozen=True, slots=True)
 class Pace:

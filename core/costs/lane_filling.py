@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from heapq import nsmallest
 from math import inf
-from typing import NamedTuple
 
 from core.costs.forecast import Forecast, Pace, SlotTask
 
@@ -16,12 +15,14 @@ MOST_TRIED = 4
 
 
 @dataclass(slots=True)
-class LaneBuilder:
-    """The requests that one rank is to serve, while they are chosen."""
+class Lane:
+    """The requests that one rank is to serve."""
 
     slots: Forecast
     tasks: Sequence[SlotTask]  # of all ranks
-    chosen: list[int] = field(default_factory=list)  # indexes of this lane's tasks, ascending
+    chosen: list[int] = field(
+        default_factory=list
+    )  # indexes of this lane's tasks, in the order in which they get slots
     most: int = 0  # the largest number of requests that were looked at together
     work: float = 0.0  # seconds that the chosen ones take one after the other, and until the rank is free
     _ends: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))  # of these tasks, see `ends`
@@ -57,21 +58,21 @@ class LaneBuilder:
             self.work += self.slots.seconds_alone(self.tasks[new]) - self.slots.seconds_alone(self.tasks[old])
 
 
-def fill_lanes(tasks: Sequence[SlotTask], ranks: Sequence[Forecast]) -> list[LaneBuilder]:
+def fill_lanes(tasks: Sequence[SlotTask], ranks: Sequence[Forecast]) -> list[Lane]:
     """The lanes of these ranks, which together serve as many requests as can be in time. tasks: the one that is due
     first comes first.
 
     Each goes where least work is left, if all are in time then. Else Moore and Hodgson's algorithm: requests are added
     by due time, each to the lane where it is done first while all stay in time; if there is none, the one with most
     work left goes. For one rank it is optimal where a step takes as much longer as it has more requests; where batches
-    are worth it, the number of slots matters, see `best_schedules`.
+    are worth it, the number of slots matters, see `best_lanes`.
     """
-    lanes = [LaneBuilder(slots, tasks, work=slots.start) for slots in ranks]
+    lanes = [Lane(slots, tasks, work=slots.start) for slots in ranks]
     for index, task in enumerate(tasks):
         min(_able(task, lanes), key=lambda lane: (lane.work, len(lane.chosen))).add(index)
     if all(lane.is_in_time for lane in lanes):
         return lanes
-    lanes = [LaneBuilder(slots, tasks, work=slots.start) for slots in ranks]
+    lanes = [Lane(slots, tasks, work=slots.start) for slots in ranks]
     for index, task in enumerate(tasks):
         able = nsmallest(MOST_TRIED, _able(task, lanes), key=lambda lane: lane.work)
         end, _, place = min((lane.end_with(index), len(lane.chosen), place) for place, lane in enumerate(able))
@@ -88,21 +89,14 @@ def fill_lanes(tasks: Sequence[SlotTask], ranks: Sequence[Forecast]) -> list[Lan
 def _weight(task: SlotTask, newcomer: SlotTask) -> tuple[bool, bool, float]:
     """Sort key for giving way to a newcomer, greatest first: a task that may, has no due time, and has most work."""
     may_give_way = task.group == newcomer.group and not task.must
-    return may_give_way, task.due_in == inf, task.work
-
-
-class Schedule(NamedTuple):
-    """The requests that a rank serves, and how many of them at a time."""
-
-    chosen: tuple[int, ...]  # indexes, in the order in which they get slots
-    num_slots: int
+    return may_give_way, task.due_in == inf, task.steps * task.size
 
 
 TO_COME = 2
 """Requests that come before all that are there are done, and are delayed by them, as a multiple of those that are."""
 
 
-def best_schedules(
+def best_lanes(
     tasks: Sequence[SlotTask],
     most_slots: int,
     pace: Pace,
@@ -110,8 +104,8 @@ def best_schedules(
     *,
     blocks: bool = True,
     largest_seen: int = 0,
-) -> list[Schedule]:
-    """The schedules, one per rank, that serve most requests in time. Among equally good ones, those with most slots
+) -> list[Lane]:
+    """The lanes, one per rank, that serve most requests in time. Among equally good ones, those with most slots
     count if so many requests never shared a step, because only batches show what they take; then those for which all
     requests, later ones included, are done earliest on average. tasks: the one that is due first comes first. starts:
     seconds until each rank is free. blocks: see `Forecast`. largest_seen: the largest number of requests that have
@@ -119,19 +113,18 @@ def best_schedules(
 
     Many slots make a rank efficient, which later requests gain by; few slots let the first requests finish early.
     """
-    found = list[tuple[int, int, float, int, list[Schedule]]]()
+    found = list[tuple[int, int, float, int, list[Lane]]]()
     for number in slots_to_try(max(1, min(most_slots, len(tasks)))):
         lanes = fill_lanes(tasks, [Forecast(number, pace, blocks, start) for start in starts])
         served, seconds = _judge(tasks, lanes)
-        schedules = [Schedule(tuple(lane.chosen), number) for lane in lanes]
         together = min(number, max((len(lane.chosen) for lane in lanes), default=0))
-        found.append((served, together if together > largest_seen else 0, -seconds, number, schedules))
+        found.append((served, together if together > largest_seen else 0, -seconds, number, lanes))
         if all(lane.most <= number for lane in lanes):
             break  # with more slots all would be the same
     return max(found)[-1]
 
 
-def _judge(tasks: Sequence[SlotTask], lanes: Sequence[LaneBuilder]) -> tuple[int, float]:
+def _judge(tasks: Sequence[SlotTask], lanes: Sequence[Lane]) -> tuple[int, float]:
     """How many tasks these lanes serve, and the sum of all latencies, those of later requests included."""
     num_served, last = 0, dict[str | int, float]()
     for lane in lanes:
@@ -142,7 +135,7 @@ def _judge(tasks: Sequence[SlotTask], lanes: Sequence[LaneBuilder]) -> tuple[int
     return num_served, sum(last.values()) + TO_COME * len(last) * max(last.values(), default=0.0)
 
 
-def _able(task: SlotTask, lanes: Sequence[LaneBuilder]) -> Sequence[LaneBuilder]:
+def _able(task: SlotTask, lanes: Sequence[Lane]) -> Sequence[Lane]:
     """The lanes of the ranks that can serve a task."""
     return [lanes[rank] for rank in task.ranks] if task.ranks else lanes
 

@@ -19,12 +19,13 @@ class Buddies:
     """
 
     def __init__(self, ranks: Iterable[int], allow: Callable[[RankIds], bool] | None = None) -> None:
-        """ranks: those that live and are free, in any order; none below 0. allow: whether a set of able ones may be
-        used; None: all may.
+        """ranks: those that live and are free, in any order; none below 0. allow: whether a set may be used; None: all
+        may.
         """
         self._allow = allow
         self._free = _mask(ranks)
         self._end = 1 << (self._free.bit_length() - 1).bit_length() if self._free else 0
+        self._all = tuple(range(self._end))
 
     @property
     def num_free(self) -> int:
@@ -76,26 +77,23 @@ class Buddies:
 
     def sets(self, size: int, able: RankIds = ()) -> Iterator[RankIds]:
         """All free sets of a size, the lowest first."""
-        if not able:
-            yield from (tuple(range(at, at + size)) for at in range(0, self._end, size) if self._is_free(at, size))
+        able = able or self._all
         for first in range(0, len(able), size):
-            if ranks := self._free_set(first, size, able):
+            if ranks := self._usable(able[first : first + size], size):
                 yield ranks
 
     def around(self, rank: int, size: int, able: RankIds = ()) -> RankIds:
         """The set of this size that contains a rank; () if it is not free, or the rank is not able."""
-        if able and rank not in able:
+        able = able or self._all
+        if rank not in able:
             return ()
-        return self._free_set((able.index(rank) if able else rank) & -size, size, able)
+        first = able.index(rank) & -size
+        return self._usable(able[first : first + size], size)
 
-    def _free_set(self, first: int, size: int, able: RankIds) -> RankIds:
-        """The set that begins at the rank of this number; () if it is not free, or there are fewer ranks."""
-        if not able:
-            return tuple(range(first, first + size)) if self._is_free(first, size) else ()
-        ranks = able[first : first + size]
-        if len(ranks) < size or not self.are_free(ranks):
-            return ()
-        return ranks if self._allow is None or self._allow(ranks) else ()
+    def _usable(self, ranks: RankIds, size: int) -> RankIds:
+        """These ranks, if they are a set of this size that is free and may be used; else ()."""
+        is_free = len(ranks) == size and self.are_free(ranks)
+        return ranks if is_free and (self._allow is None or self._allow(ranks)) else ()
 
     def _is_free(self, first: int, size: int) -> bool:
         return not _range(first, size) & ~self._free

@@ -67,12 +67,11 @@ class StepPass(ABC):
     def _choose_stage_work(self, is_wanted: Callable[[Request, Node], bool]) -> None:
         for request, ready in self._candidates:
             nodes = [node for node in ready if is_wanted(request, node) and self._can_run(request, node)]
-            if request.workflow.has_own_ports:
-                for node in (each for each in nodes if op_of(each).has_own_ports):
-                    self._choose_anywhere(request, node)
-                nodes = [node for node in nodes if not op_of(node).has_own_ports]
-            if nodes:
-                self._choose_nodes(request, nodes)
+            anywhere = [node for node in nodes if op_of(node).has_own_ports]
+            for node in anywhere:
+                self._choose_anywhere(request, node)
+            if others := [node for node in nodes if node not in anywhere]:
+                self._choose_nodes(request, others)
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
         """Choose these nodes, or none if they exceed the rank's time budget. A rank's first choice always fits."""
@@ -134,17 +133,18 @@ class StepPass(ABC):
     # ------------------------------------------------------------------------------------------------ ranks
 
     def _rank(self, request: Request, node: Node) -> int:
-        """The rank that is to run a node, of those that have its model. Nodes that read the results of rounds, such as
-        decodes, go to the last of them and all others to the first one, so that a decode never delays other requests'
-        steps. A node whose pages are on one device goes there, and one of a user's class where the least is to do.
+        """The rank that is to run a node, of those that have its model. A node whose pages are on one device goes
+        there, and one of a user's class where the least is to do.
         """
         ranks = self.view.ranks_with(request.keys_of(node))
         if op_of(node).has_own_ports:
             return self._least_given(request, node, ranks)
-        if node.name in request.workflow.after_rounds:
-            return ranks[-1]
         device = self._device(request, node)
-        return ranks[0] if device is None else device
+        return self._rank_among(request, node, ranks) if device is None else device
+
+    def _rank_among(self, request: Request, node: Node, ranks: tuple[int, ...]) -> int:
+        """The rank for any other node, of these."""
+        return ranks[0]
 
     def _least_given(self, request: Request, node: Node, ranks: tuple[int, ...]) -> int:
         """An open rank that this pass has given the fewest nodes; of several, one that has the inputs."""
@@ -277,7 +277,7 @@ def eligible(view: View) -> list[Request]:
     live = [
         each
         for each in view.requests.live()
-        if (each.status is Status.RUNNING or view.may_begin(each)) and not (each.lacks_adapters and each.stands_still)
+        if (each.status is Status.RUNNING or view.may_begin(each)) and not each.stands_still
     ]
     return beside_suspects(live)
 

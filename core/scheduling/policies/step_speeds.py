@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from core.costs.useful_degree import useful_degree
 from core.graph.op import Op
@@ -16,6 +17,13 @@ MIN_GAIN = 0.8
 """A rank gains by computing two steps together if that takes less than this share of their time one by one."""
 
 
+class StepCost(NamedTuple):
+    """Seconds of a step that a request shares with others of the same components, on one rank."""
+
+    base: float  # once for all of them
+    extra: float  # that it adds
+
+
 @dataclass(frozen=True, slots=True)
 class Speeds:
     """The speeds of steps of one size."""
@@ -23,11 +31,10 @@ class Speeds:
     seconds: dict[int, float]  # degree -> predicted seconds of a step, 0 if unknown; degree 1 is always there
     useful: int  # degree up to which every doubling saves much: B of DDiT
     is_small: bool  # only one rank is useful, and it gains by computing two such steps together
-    base: float = 0.0  # seconds of a step that several requests share on one rank: once for all of them
-    extra: float = 0.0  # and that each of them adds
+    cost: StepCost
 
 
-NO_STEPS = Speeds({1: 0.0}, 1, is_small=True)
+NO_STEPS = Speeds({1: 0.0}, 1, is_small=True, cost=StepCost(0.0, 0.0))
 """The speeds of a request without steps."""
 
 
@@ -74,4 +81,4 @@ def _speeds(view: View, keys: ModelKeys, op: Op, work: Work, most: int) -> Speed
     one, two = seconds[1], view.batch_seconds(keys, op, work + work)
     is_small = useful == 1 and (one == 0.0 or two < MIN_GAIN * 2 * one)
     extra = min(one, max(0.0, two - one))
-    return Speeds(seconds, useful, is_small, one - extra, extra)
+    return Speeds(seconds, useful, is_small, StepCost(one - extra, extra))

@@ -102,22 +102,22 @@ class _LoadPass:
 
     def _nowhere(self, needs: Needs, rank: int | None = None) -> list[ModelKeys]:
         """Those of these that no set has, or will have. rank: the only one that can make steps."""
-        return [keys for keys in needs if self._home(keys, rank if keys.makes_steps else None) is None]
+        return [keys for keys in needs if self._home(keys, rank) is None]
 
     def _keep(self, needs: Needs, rank: int | None = None) -> None:
         """Note that these are needed where they are, or are being loaded. rank: the only one that can make steps."""
         self._needed.update(needs)
         for keys in needs:
-            if (home := self._home(keys, rank if keys.makes_steps else None)) is not None:
+            if (home := self._home(keys, rank)) is not None:
                 self._kept.setdefault(home, set()).update(keys.keys)
 
     def _home(self, keys: ModelKeys, rank: int | None = None) -> RankIds | None:
         """The first set that has these components, or else that will have them; None: there is none. rank: one that
-        the set must contain.
+        the set must contain, if steps are made with them.
         """
-        homes = self.residency.homes(keys)
+        homes, goes_anywhere = self.residency.homes(keys), rank is None or not keys.makes_steps
         for ranks in (*homes.whole, *homes.coming):
-            if (rank is None or rank in ranks) and not self._drops(keys, ranks):
+            if (goes_anywhere or rank in ranks) and not self._drops(keys, ranks):
                 return ranks
         return next((ranks for ranks in self._orders if not self._lacking(keys.keys, ranks)), None)
 
@@ -257,18 +257,14 @@ class _LoadPass:
         """The components to drop for this many bytes, of those that are not needed; None: they are too few."""
         if excess <= 0:
             return []
-        residency = self.residency
-        awaited = residency.awaited(ranks)
-        first = sorted((key for key in idle if key not in awaited), key=lambda key: self._worth(key, ranks))
-        drop: list[ModelKey] = []
-        for key in first:
-            if excess <= 0:
-                break
-            excess -= residency.size_of(key)
-            drop.append(key)
+        size_of, awaited, drop = self.residency.size_of, self.residency.awaited(ranks), list[ModelKey]()
+        for key in sorted((key for key in idle if key not in awaited), key=lambda key: self._worth(key, ranks)):
+            if excess > 0:
+                excess -= size_of(key)
+                drop.append(key)
         for key in list(drop):
-            if excess + residency.size_of(key) <= 0:  # there is enough room without dropping it
-                excess += residency.size_of(key)
+            if excess + size_of(key) <= 0:  # there is enough room without dropping it
+                excess += size_of(key)
                 drop.remove(key)
         return drop if excess <= 0 else None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from core.config import PATIENCE_SECONDS
 from core.errors import DeadlineExceededError
 from core.failure import Failure
 from core.messages.engine import EngineRequest
@@ -28,6 +29,13 @@ def urgency(request: Request) -> Urgency:
     """Sort key among one owner's requests: priority and due time, arrival, and id, which makes the order total."""
     head = request.head
     return counts_as_due(head.arrival, due(head), head.priority), head.arrival, head.request_id
+
+
+def must_be_served(head: EngineRequest, now: float) -> bool:
+    """Whether a request that is late or has no due time has waited so long that it is served although others become
+    late. now: monotonic seconds.
+    """
+    return now - head.arrival > PATIENCE_SECONDS * (1 + head.priority)
 
 
 def passed(requests: Iterable[Request], now: float) -> Iterator[Request]:

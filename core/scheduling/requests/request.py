@@ -204,6 +204,14 @@ class Request:
             return steps[0]
         return next((node for node in steps if self.progress.times_left(node)), steps[-1] if steps else None)
 
+    @property
+    def denoiser(self) -> ModelKeys | None:
+        """The components that its next step is computed with; once all are sent, the last one's. None: it has no
+        steps.
+        """
+        node = self.step_node
+        return None if node is None else self.keys_of(node)
+
     def model_of(self, node: Node) -> str:
         """Name of the model whose family runs a node."""
         return self.binding.models[node.name]

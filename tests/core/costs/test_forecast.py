@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.costs.forecast import Forecast, Pace, SlotTask
-from core.costs.lane_filling import best_schedules, fill_lanes
+from core.costs.lane_filling import best_lanes, fill_lanes
 
 PACE = Pace((1.0, 1.1, 1.3, 1.8), (0.0, 0.1, 0.1, 0.1))
 SECONDS = st.floats(0.0, 3.0)
@@ -96,12 +96,12 @@ def test_those_that_are_chosen_are_in_time(
     assert all(of_rank == sorted(of_rank) for of_rank in sets)
     for slots, of_rank in zip(ranks, sets, strict=True):
         assert are_in_time([tasks[index] for index in of_rank], slots)
-    schedules = best_schedules(tasks, num_slots, PACE, starts, blocks=blocks)
-    for start, schedule in zip(starts, schedules, strict=True):
-        members = [tasks[index] for index in schedule.chosen]
-        assert are_in_time(members, Forecast(schedule.num_slots, PACE, blocks, start))
-        assert len(tasks) == 0 or 1 <= schedule.num_slots <= num_slots
-    assert sum(len(each.chosen) for each in schedules) >= len(chosen), "it tries this number of slots, too"
+    lanes = best_lanes(tasks, num_slots, PACE, starts, blocks=blocks)
+    for start, lane in zip(starts, lanes, strict=True):
+        members = [tasks[index] for index in lane.chosen]
+        assert are_in_time(members, Forecast(lane.slots.number, PACE, blocks, start))
+        assert len(tasks) == 0 or 1 <= lane.slots.number <= num_slots
+    assert sum(len(each.chosen) for each in lanes) >= len(chosen), "it tries this number of slots, too"
 
 
 @given(TASKS, st.integers(1, 3), st.data())
@@ -165,17 +165,17 @@ def test_few_slots_are_chosen_where_batches_gain_nothing() -> None:
     """Four together would all be done after 16 s; one by one the first three are in time."""
     tasks = [SlotTask(4, 1.0, due_in=4.0 * number) for number in (1, 2, 3)]
     assert largest_set(tasks, 4) != [0, 1, 2]
-    (schedule,) = best_schedules(tasks, 4, LINEAR, [0.0])
-    assert (schedule.chosen, schedule.num_slots) == ((0, 1, 2), 1)
+    (lane,) = best_lanes(tasks, 4, LINEAR, [0.0])
+    assert (lane.chosen, lane.slots.number) == ([0, 1, 2], 1)
 
 
 def test_as_many_slots_are_tried_as_no_batch_has_shown_the_time_of_unless_one_would_be_late() -> None:
     tasks = [SlotTask(4, 1.0)] * 4
 
     def num_slots(tasks: list[SlotTask], seen: int) -> int:
-        (schedule,) = best_schedules(tasks, 4, LINEAR, [0.0], largest_seen=seen)
-        assert len(schedule.chosen) == len(tasks)
-        return schedule.num_slots
+        (lane,) = best_lanes(tasks, 4, LINEAR, [0.0], largest_seen=seen)
+        assert len(lane.chosen) == len(tasks)
+        return lane.slots.number
 
     assert [num_slots(tasks, seen) for seen in (0, 1, 3, 4)] == [4, 4, 4, 1]
     assert num_slots([tasks[0]._replace(due_in=5.0), *tasks[1:]], 0) == 1
@@ -185,5 +185,5 @@ def test_the_images_of_a_call_share_steps_because_all_of_them_are_waited_for() -
     """One by one the first is done sooner, and all later by a little."""
     pace = Pace((0.1,) * 3, (1.0,) * 3)
     of_calls = [SlotTask(4, 1.0, call="a")] * 3, [SlotTask(4, 1.0, call=name) for name in "abc"]
-    together, apart = (best_schedules(tasks, 3, pace, [0.0], largest_seen=3)[0].num_slots for tasks in of_calls)
+    together, apart = (best_lanes(tasks, 3, pace, [0.0], largest_seen=3)[0].slots.number for tasks in of_calls)
     assert (together, apart) == (3, 1)

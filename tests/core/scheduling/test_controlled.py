@@ -37,7 +37,8 @@ from core.routing.fleet import Fleet
 from core.routing.request_shape import RequestShape
 from core.routing.weights import Weights
 from core.scheduling.ops.controlnet import ControlStep, ControlUse
-from core.scheduling.policies.planner.groups import Predictions
+from core.scheduling.policies.planner.groups import EFFICIENT
+from core.scheduling.policies.planner.predictions import Predictions
 from core.scheduling.scheduler import StepScheduler
 from core.scheduling.values.values import ValueTable
 
@@ -283,7 +284,7 @@ def test_a_step_whose_controlnets_take_long_is_not_shared_while_others_wait() ->
         of_four_steps(rig, "a")
         rig.scheduler.add(controlled(make_edit("b", steps=4), EDGES))
         view, (request,) = rig.scheduler._views.view(0.0), rig.scheduler._requests
-        return Predictions().of(view, request).efficient
+        return Predictions().of(view, request).largest_degree(EFFICIENT)
 
     assert [efficient_degree(seconds) for seconds in (0.0001, 0.03)] == [2, 1]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import erfc, exp, inf, sqrt
 
 from core.scheduling.dispatch import Copy
+from core.scheduling.policies.planner.predictions import Predictions
 from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.request import Request
 from core.scheduling.view import View
@@ -65,16 +66,15 @@ class Copies:
         now: float,
         requests: Sequence[Request],
         idle: Collection[int],
-        work_of: Callable[[Request], float],
+        predictions: Predictions,
     ) -> tuple[Copy, ...]:
         """The copies that are worth their loads, at most one of each denoiser: what its requests need, on a rank whose
-        own denoisers can do without it. requests: that may run. idle: ranks that have nothing to do. work_of: seconds
-        of what is left of a request.
+        own denoisers can do without it. requests: that may run. idle: ranks that have nothing to do.
         """
-        self._note_rates(view, now, work_of)
+        self._note_rates(view, now, predictions)
         if view.is_complete or now - self._began_at < MEMORY_SECONDS:
             return ()
-        self._note_work(view, requests, work_of)
+        self._note_work(view, requests, predictions)
         free, found = {rank for rank in idle if not view.is_loading(rank)}, list[Copy]()
         hot = [each for each in self._demands.values() if each.work and each.missed(len(each.ranks), 0.0) > 0]
         for demand in sorted(hot, key=lambda each: each.worth(len(each.ranks) + 1, 0.0), reverse=True):
@@ -96,14 +96,14 @@ class Copies:
         others = max((each.missed(len(each.ranks) - 1, load, 1.0) for each in own), default=0.0)
         return cost if cost < demand.worth(len(demand.ranks) + 1, load) and others < missed else inf
 
-    def _note_rates(self, view: View, now: float, work_of: Callable[[Request], float]) -> None:
+    def _note_rates(self, view: View, now: float, predictions: Predictions) -> None:
         self._began_at = min(self._began_at, now) if self._new else self._began_at
         fading, self._made_at = exp((self._made_at - now) / MEMORY_SECONDS), now
         for demand in self._demands.values():
             demand.rate *= fading
         for request in self._new:
-            if request.is_live and (keys := _denoiser(request)) is not None:
-                seconds = work_of(request)
+            if request.is_live and (keys := request.denoiser) is not None:
+                seconds = predictions.of(view, request).work(request)
                 if keys not in self._demands:
                     self._demands[keys] = _Demand(len(view.ranks_to_have(keys)), seconds)
                 demand = self._demands[keys]
@@ -111,17 +111,12 @@ class Copies:
                 demand.mean += NEWEST * (seconds - demand.mean)
         self._new.clear()
 
-    def _note_work(self, view: View, requests: Iterable[Request], work_of: Callable[[Request], float]) -> None:
+    def _note_work(self, view: View, requests: Iterable[Request], predictions: Predictions) -> None:
         for keys, demand in self._demands.items():
             demand.work, demand.needs, demand.ranks = 0.0, {}, {*view.ranks_to_have(keys)}
         for request in requests:
-            denoiser = _denoiser(request)
+            denoiser = request.denoiser
             found = None if denoiser is None else self._demands.get(denoiser)
             if found is not None:
-                found.work += work_of(request)
+                found.work += predictions.of(view, request).work(request)
                 found.needs |= dict.fromkeys(request.needs)
-
-
-def _denoiser(request: Request) -> ModelKeys | None:
-    node = request.step_node
-    return None if node is None else request.keys_of(node)

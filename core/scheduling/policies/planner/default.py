@@ -8,21 +8,22 @@ its steps (`groups.py`, after DDiT).
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 
 from core.graph.op import OPS
 from core.handles import RankIds
 from core.messages.worker import Batch, BatchResult
 from core.scheduling.dispatch import Decision, Dispatch, GiveUp
 from core.scheduling.policies.planner.copies import Copies
-from core.scheduling.policies.planner.groups import Groups, Prediction, Predictions
+from core.scheduling.policies.planner.groups import Groups
 from core.scheduling.policies.planner.lane_pass import LanePass
 from core.scheduling.policies.planner.plan import Plan, Planner, has_steps
+from core.scheduling.policies.planner.predictions import Predictions
 from core.scheduling.policies.planner.repeated_steps import RepeatedSteps, WholePass
-from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
+from core.scheduling.policies.planner.step_homes import StepHomes
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.policies.step_pass import eligible
 from core.scheduling.requests.request import Request, Status
-from core.scheduling.requests.work_left import WorkLeft
 from core.scheduling.view import View
 
 PLAN_EVERY = 64
@@ -45,7 +46,7 @@ class Default(SchedulingPolicy):
         self._plan = Plan()
         self._seen: Hashable = None  # the live ranks when the plan was made, what they had, and who might begin there
         self._apart: frozenset[str] = frozenset()  # ids of the large requests in the plan
-        self._costs: dict[str, StepCost] = {}  # of the steps of the others, by id
+        self._small: set[str] = set()  # ids of the others that have not ended
         self._age = PLAN_EVERY  # passes since the plan was made
         self._is_wanted = False  # another plan may be better
         # Written by events, and reset when the plan is looked at.
@@ -65,10 +66,10 @@ class Default(SchedulingPolicy):
             self._groups.note_done(item.request_id, batch.ranks)
 
     def on_end(self, request_id: str) -> None:
-        if all(request_id != each.request.id for each in self._plan.given_up):  # the plan has no place for those
+        if request_id not in self._plan.ended:  # the plan has no place for those
             self._is_slot_left = self._has_room = True
-        self._costs.pop(request_id, None)
-        if self._apart and self._costs and not self._groups.has_small:
+        self._small.discard(request_id)
+        if self._apart and self._small and not self._groups.has_small:
             self._is_wanted = True  # small requests that had no slot when the large ones lined up have no ranks
         self._repeated.drop(request_id)
         self._predictions.forget(request_id)
@@ -85,13 +86,15 @@ class Default(SchedulingPolicy):
         if not view.open_ranks:
             return ()
         self._age += 1
-        is_new = self._needs_plan(view)
-        if is_new:
+        again: Sequence[Decision] | None = None
+        if self._needs_plan(view):
             self._make_plan(view, now)
-        again = None if is_new else self._repeat(view, now)
-        if again is None and not is_new and self._is_stale(view):
-            self._make_plan(view, now)
-        decisions: Sequence[Decision] = self._over_all(view, now) if again is None else again
+        else:
+            keeps = partial(self._groups.keeps, view, now)
+            again = self._repeated.next(view, self._plan, self._apart, self._moving, keeps)
+            if again is None and self._is_stale(view):
+                self._make_plan(view, now)
+        decisions = self._over_all(view, now) if again is None else again
         if self._is_wanted and self._has_free:  # else the rank would wait for the next answer, however long that takes
             self._make_plan(view, now)
             decisions = self._over_all(view, now)
@@ -104,19 +107,13 @@ class Default(SchedulingPolicy):
             self._repeated.forget()  # another request may begin
         return [*self._given_up(), *decisions]
 
-    def _repeat(self, view: View, now: float) -> Sequence[Decision] | None:
-        def keeps(request: Request, ranks: RankIds) -> bool:
-            return self._groups.keeps(view, request, ranks, now)
-
-        return self._repeated.next(view, self._plan, self._apart, self._moving, keeps)
-
     def _over_all(self, view: View, now: float) -> Sequence[Decision]:
         """The decisions of a whole pass, which is noted."""
-        made = self._whole_pass(view, now, self._given_up())
+        made = self._whole_pass(view, now)
         self._repeated.note(view, made)
         return made.decisions
 
-    def _whole_pass(self, view: View, now: float, given_up: Sequence[GiveUp]) -> WholePass:
+    def _whole_pass(self, view: View, now: float) -> WholePass:
         """What all open ranks are to do."""
         groups, large, lanes = dict[str, RankIds](), list[Request](), self._all_lanes(view)
         if self._apart:
@@ -125,12 +122,11 @@ class Default(SchedulingPolicy):
             view,
             apart=self._apart,
             place=self._homes,
-            costs=self._costs,
+            predictions=self._predictions,
             lanes=lanes,
             groups=groups,
             large=large,
             plan=self._plan,
-            given_up=frozenset(each.request.id for each in given_up),
         ).run_whole()
 
     def _all_lanes(self, view: View) -> RankIds:
@@ -141,9 +137,6 @@ class Default(SchedulingPolicy):
     def _moving(self) -> frozenset[int]:
         """Ranks that are to have another group than they had in the last whole pass."""
         return self._groups.moving if self._apart else frozenset()
-
-    def _prediction(self, view: View, request: Request) -> Prediction:
-        return self._predictions.of(view, request)
 
     # ------------------------------------------------------------------------------------------------ the plan
 
@@ -170,7 +163,7 @@ class Default(SchedulingPolicy):
         if self._is_slot_left:
             self._is_slot_left = False
             self._has_room |= not plan.refill_slots()
-        if not self._has_room and (plan.served or not self._costs):
+        if not self._has_room and (plan.served or not self._small):
             return False
         self._has_room = False
         served = {request.id for request in plan.served}
@@ -196,41 +189,20 @@ class Default(SchedulingPolicy):
         self._is_wanted = self._is_slot_left = self._has_room = False
         self._repeated.forget()
         requests = eligible(view)
-        small = {each.id for each in requests if self._predictions.is_small(view, each)}
-        self._apart = frozenset(each.id for each in requests if each.id not in small)
-        self._costs = {each.id: self._prediction(view, each).cost for each in requests if each.id in small}
+        self._small = {each.id for each in requests if self._predictions.of(view, each).is_small}
+        self._apart = frozenset(each.id for each in requests if each.id not in self._small)
         lanes = self._groups.lanes if self._apart else self._all_lanes(view)
         lanes = tuple(rank for rank in lanes if rank in view.ranks) or view.ranks[:1]
-        self._plan = self._planned(view, requests, lanes, now)
+        self._plan = Planner(view, now, self._homes, lanes, self._predictions).plan(requests)
         self._is_wanted = any(each.request.runs_alone for each in self._plan.given_up)  # then others may run
-        ended = {each.request.id for each in self._plan.given_up}
         if self._apart:
-            self._groups.line_up(view, [each for each in requests if each.id not in ended], small, now)
-
-    def _planned(self, view: View, requests: Sequence[Request], lanes: RankIds, now: float) -> Plan:
-        return Planner(
-            view,
-            now,
-            self._homes,
-            lanes,
-            self._costs,
-            lambda request, work: self._alone(view, request, work),
-        ).plan(requests)
-
-    def _alone(self, view: View, request: Request, work: WorkLeft) -> float:
-        """Seconds of a request's remaining work if it had all ranks."""
-        prediction = self._prediction(view, request)
-        if len(prediction.seconds) == 1:
-            return work.alone
-        return work.before + request.progress.steps_left * prediction.least_step + work.after
+            kept = [each for each in requests if each.id not in self._plan.ended]
+            self._groups.line_up(view, kept, self._small, now)
 
     def _want_copies(self, view: View, now: float) -> None:
         """Decide which models are to have further ranks."""
         requests = () if view.is_complete else eligible(view)
-        idle = self._repeated.idle
-        self.copies = self._demand.wanted(
-            view, now, requests, idle, lambda request: self._prediction(view, request).work(request)
-        )
+        self.copies = self._demand.wanted(view, now, requests, self._repeated.idle, self._predictions)
 
     def _given_up(self) -> list[GiveUp]:
         """The plan's decisions that give up requests, without those whose requests have ended since."""

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import replace
 from heapq import heappop, heappush
 from math import inf, isinf
 from typing import NamedTuple
 
-from core.config import PATIENCE_SECONDS
 from core.graph.workflow import op_of
 from core.handles import RankIds
 from core.scheduling.policies.buddies import power_of_two
+from core.scheduling.policies.planner.predictions import Prediction, Predictions, able_ranks
 from core.scheduling.policies.planner.rank_plan import Contender, degrees, moves, pays, plan
 from core.scheduling.policies.planner.rank_sets import RankSets
-from core.scheduling.policies.planner.step_homes import StepCost
-from core.scheduling.policies.step_speeds import Speeds, StepSpeeds
-from core.scheduling.requests.deadlines import due
+from core.scheduling.policies.step_speeds import StepCost
+from core.scheduling.requests.deadlines import due, must_be_served
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.view import View
-
-OVERTAKEN = 1.5
-"""Shorter requests overtake a longer one if they arrive after it by at most this many times the seconds that all ranks
-together would need for its remaining work.
-"""
 
 EFFICIENT, LOSSLESS = 0.95, 0.99
 """A request gets more ranks, before later requests get any, while each rank does at least this share of what one rank
@@ -42,112 +36,6 @@ LANE = "/"
 """Begins the names of their lanes as contenders, which no id of a request does."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What is predicted of one request."""
-
-    seconds: Mapping[int, float]  # degree -> seconds of a step, without its ControlNets
-    least_step: float  # seconds of a step with its ControlNets, at the best degree
-    efficient: int  # the largest degree that is EFFICIENT
-    lossless: int  # the largest degree that is LOSSLESS
-    is_small: bool  # it shares steps with others on one rank
-    cost: StepCost
-    before: float  # seconds of other work before the steps
-    after: float  # seconds of other work after the steps
-    place: float  # its place in line when this prediction was made
-
-    def other_seconds(self, request: Request) -> float:
-        """Seconds of its remaining work besides steps."""
-        return self.before + self.after if request.status is Status.WAITING else self.after
-
-    def work(self, request: Request) -> float:
-        """Seconds of its remaining work on one rank, of steps that it shares what it adds."""
-        of_step = self.cost.extra if self.is_small else self.seconds[1]
-        return self.other_seconds(request) + request.progress.steps_left * of_step
-
-    def place_in_line(self, request: Request, steps: int, num_ranks: int) -> float:
-        """The sort key of a request, lowest first, in seconds; see OVERTAKEN. steps: its remaining steps."""
-        work = self.other_seconds(request) + steps * self.seconds[1]
-        return request.head.arrival + OVERTAKEN * work / num_ranks
-
-
-class Predictions:
-    """The predictions of the live requests of one policy."""
-
-    def __init__(self) -> None:
-        self._speeds = StepSpeeds()
-        self._known: dict[tuple[str, bool], Prediction] = {}  # (request id, whether it runs on one rank)
-        self._made_of: tuple[int, RankIds, int] = 0, (), 0  # predictions of the view, live ranks, and what they had
-
-    def forget(self, request_id: str) -> None:
-        """Note that a request has ended."""
-        for is_alone in (False, True):
-            self._known.pop((request_id, is_alone), None)
-
-    def is_small(self, view: View, request: Request) -> bool:
-        """Whether a request makes its steps on one rank together with others: it gains by that, or is mask-aware, or
-        only one rank has its model.
-        """
-        return self.of(view, request).is_small
-
-    def of(self, view: View, request: Request) -> Prediction:
-        if (view.predictions, view.ranks, view.residency_version) != self._made_of:
-            self._made_of = view.predictions, view.ranks, view.residency_version
-            self._known.clear()
-        key = request.id, request.runs_on_one_rank
-        found = self._known.get(key)
-        if found is None:
-            speeds, work = self._speeds.of(view, request), view.work_left(request)
-            ranks = able_ranks(view, request) or view.ranks
-            of_step = {degree: seconds for degree, seconds in speeds.seconds.items() if degree <= len(ranks)}
-            beside = _seconds_beside(view, request, of_step)
-            whole = {degree: seconds + beside[degree] for degree, seconds in of_step.items()}
-            efficient, lossless = (_degree(whole, share) for share in (EFFICIENT, LOSSLESS))
-            found = Prediction(
-                of_step,
-                min(whole.values()),
-                efficient,
-                lossless,
-                len(ranks) == 1 or _is_small(view, request, speeds),
-                StepCost(speeds.base, speeds.extra),
-                work.before,
-                work.after,
-                0.0,
-            )
-            place = found.place_in_line(request, request.progress.steps_left, len(ranks))
-            found = self._known[key] = replace(found, place=place)
-        return found
-
-
-def able_ranks(view: View, request: Request) -> RankIds:
-    """The ranks that have the model of a request's next steps, ascending; (): all have it, or none."""
-    node = request.step_node
-    having = () if node is None else view.ranks_with(request.keys_of(node))
-    return () if len(having) == len(view.ranks) else tuple(sorted(having))
-
-
-def _seconds_beside(view: View, request: Request, degrees: Collection[int]) -> dict[int, float]:
-    """Degree -> seconds of what works for a step, its ControlNets, on so many ranks; where that was not seen, what most
-    took.
-    """
-    step, found = request.step_node, dict.fromkeys(degrees, 0.0)
-    for node in request.workflow.nodes_of(step.region) if step is not None else ():
-        if op_of(node).serves_step:
-            seen = {degree: view.seconds(request, node, degree) for degree in degrees}
-            for degree, seconds in seen.items():
-                found[degree] += seconds or max(seen.values())
-    return found
-
-
-def _is_small(view: View, request: Request, speeds: Speeds) -> bool:
-    """Whether a request makes its steps on one rank together with others: it gains by that, or is mask-aware, or there
-    is nothing else.
-    """
-    if len(view.ranks) == 1 or view.config.degree > 1 or not request.workflow.steps:
-        return True
-    return speeds.is_small or (speeds.useful == 1 and request.spec.is_mask_aware)
-
-
 class Groups:
     """The groups of one policy."""
 
@@ -163,7 +51,7 @@ class Groups:
         self._num_next = 0  # small ones among the first requests, of which there are as many as ranks
         self._is_crowd = False  # see CROWD
         # As of the last `choose`, for as long as neither the line nor the predictions change.
-        self._known: dict[str, tuple[_Doings, Contender]] = {}  # by request id
+        self._known: dict[str, tuple[Hashable, Contender]] = {}  # by request id
         self._small_costs: list[StepCost] = []
         self._known_by = 0  # the view's predictions
         self._first: dict[str, int] = {}  # request id -> Contender.first at the last `choose`
@@ -202,28 +90,30 @@ class Groups:
         if view.predictions != self._known_by:
             self._known, self._small_costs, self._known_by = {}, [], view.predictions
         queue = self._ready_queue(view)
-        contenders = self._with_lanes(view, list(self._contenders(view, queue, now)))
+        contenders = [
+            self._contender(view, each, now) if each.id in self._large else self._small_contender(view)
+            for each in queue
+        ]
+        contenders = self._with_lanes(view, contenders)
         self._first = {each.name: each.first for each in contenders}
         places = plan(contenders, view.ranks, self._sets)
         groups = moves(contenders, places, view.ranks, self._sets)
         for ranks in groups.values():
             self._sets.note(ranks)
-        self.moving = frozenset(
-            rank
-            for each in contenders
-            if groups.get(each.name, each.held) != places.get(each.name)
-            for ranks in (groups.get(each.name, each.held), places.get(each.name, ()))
-            for rank in ranks
-        )
-        for contender in contenders:
-            if contender.is_running and places.get(contender.name) == contender.held:
-                groups[contender.name] = contender.held  # its next step may be queued behind the running one
+        moving = set[int]()
+        for each in contenders:
+            has, is_to_have = groups.get(each.name, each.held), places.get(each.name, ())
+            if has != is_to_have:
+                moving.update(has, is_to_have)
+            elif each.is_running and each.held:
+                groups[each.name] = each.held  # its next step may be queued behind the running one
+        self.moving = frozenset(moving)
         lanes = tuple(ranks[0] for name, ranks in groups.items() if name.startswith(LANE))
         self.lanes = lanes or self.lanes
         groups = {name: ranks for name, ranks in groups.items() if not name.startswith(LANE)}
         return groups, [request for request in queue if request.id in groups], lanes
 
-    def keeps(self, view: View, request: Request, ranks: RankIds, now: float) -> bool:
+    def keeps(self, view: View, now: float, request: Request, ranks: RankIds) -> bool:
         """Whether a large request that has these ranks is to have as many for its next step, as far as that depends on
         itself: it has not come to need more to be in time, and those that it does not need still pay.
         """
@@ -258,15 +148,8 @@ class Groups:
             mine = first_small if self._small and request is self._small[0] else request
             if mine is not None and mine.is_live:
                 queue.setdefault(mine.id, mine)
-        queue |= {each.id: each for each in running if each.progress.in_flight and each.id not in queue}
+        queue |= {each.id: each for each in running if each.progress.in_flight}
         return list(queue.values())
-
-    def _contenders(self, view: View, queue: Sequence[Request], now: float) -> Iterator[Contender]:
-        for request in queue:
-            if request.id in self._large:
-                yield self._contender(view, request, now)
-            else:
-                yield self._small_contender(view)
 
     # ------------------------------------------------------------------------------------------------ order
 
@@ -285,7 +168,7 @@ class Groups:
             slots -= not is_waiting and steps > 0
             able = self._able.get(request.id, ())
             num_ranks = len(able or view.ranks)
-            place = prediction.place if is_waiting else prediction.place_in_line(request, steps, num_ranks)
+            place = prediction.place_in_line(request, steps, num_ranks)
             work = prediction.work(request) / num_ranks
             seconds[able] += work
             places.append((head.owner, head.priority, able))
@@ -306,10 +189,10 @@ class Groups:
         """Seconds until a request has to begin, with as many ranks as are efficient, or more if that is now; inf: it
         has no due time, or is late; -inf: so it is, and has waited so long that it must be served.
         """
-        head, time, beside = request.head, due(request.head), prediction.other_seconds(request)
+        time, beside = due(request.head), prediction.other_seconds(request)
         if time is not None and now + beside + steps * prediction.least_step <= time:
-            return max(0.0, time - now - beside - steps * prediction.seconds[prediction.efficient])
-        return -inf if now - head.arrival > PATIENCE_SECONDS * (1 + head.priority) else inf
+            return max(0.0, time - now - beside - steps * prediction.seconds[prediction.largest_degree(EFFICIENT)])
+        return -inf if must_be_served(request.head, now) else inf
 
     # ------------------------------------------------------------------------------------------------ contenders
 
@@ -338,39 +221,38 @@ class Groups:
 
     def _with_lanes(self, view: View, contenders: list[Contender]) -> list[Contender]:
         """These contenders with the small requests' lanes in place of all small ones together."""
-        index = next((place for place, each in enumerate(contenders) if each.name == SMALL), None)
-        if index is None:
+        small = next((each for each in contenders if each.name == SMALL), None)
+        if small is None:
             return contenders
         ending = {rank for each in contenders if each.is_ending for rank in each.held}
         others = [each for each in contenders if not each.is_ending]
-        given = degrees(others, [rank for rank in view.ranks if rank not in ending])
-        place = others.index(contenders[index])
-        number = max(1, given[place]) if place < len(given) else 1
+        number = max(1, degrees(others, [rank for rank in view.ranks if rank not in ending]).get(SMALL, 0))
         busy = {rank for each in self._small for ranks in each.sent_to.values() for rank in ranks}
         # A large request that runs on a lane would else have to leave it for requests that are not there.
         taken = {rank for each in contenders if each.is_running for rank in each.held} - busy
-        held = sorted((rank for rank in contenders[index].held if rank not in taken), key=lambda rank: rank not in busy)
+        held = sorted((rank for rank in small.held if rank not in taken), key=lambda rank: rank not in busy)
         lanes = list[Contender]()
         for lane in range(max(number, sum(rank in busy for rank in held))):
             ranks: RankIds = (held[lane],) if lane < len(held) else ()
             is_running = not busy.isdisjoint(ranks)
-            able = contenders[index].able
-            lanes.append(Contender(f"{LANE}{lane}", 0, {1: 0.0}, 0.0, 1, ranks, is_running, is_ending=False, able=able))
+            lanes.append(Contender(f"{LANE}{lane}", 0, {1: 0.0}, 0.0, 1, ranks, is_running, able=small.able))
+        index = contenders.index(small)
         return contenders[:index] + lanes + contenders[index + 1 :]
 
     def _contender(self, view: View, request: Request, now: float) -> Contender:
-        doings = _Doings.of(request, self._places.get(request.id, ()))
+        place = self._places.get(request.id, ())
+        doings = _doings(request, place)
         known, found = self._known.get(request.id, (None, None))
         if found is None or known != doings:
-            found = self._made_contender(view, request, doings)
+            found = self._made_contender(view, request, place)
             self._known[request.id] = doings, found
         time = due(request.head) if found.steps else None
         within = 1 if time is None else found.degree_within(time - now)
         return found if within <= found.first else replace(found, first=within)
 
-    def _made_contender(self, view: View, request: Request, doings: _Doings) -> Contender:
-        """A contender as if it had no due time."""
-        steps, place = doings.steps_left, doings.place
+    def _made_contender(self, view: View, request: Request, place: RankIds) -> Contender:
+        """A contender as if it had no due time. place: ranks of the last batch that it was done in."""
+        steps = request.progress.steps_left
         sent = [
             ranks for (node, _), ranks in request.sent_to.items() if ranks == place or not _is_beside(request, node)
         ]
@@ -382,28 +264,18 @@ class Groups:
         if not makes_steps:
             is_ending = request.progress.is_ending
             return Contender(request.id, 0, prediction.seconds, 0.0, 1, held, is_running, is_ending, able)
-        first = 1 if not steps else prediction.lossless if self._is_crowd else prediction.efficient
+        first = prediction.largest_degree(LOSSLESS if self._is_crowd else EFFICIENT) if steps else 1
         other_seconds = prediction.other_seconds(request)
         return Contender(request.id, steps, prediction.seconds, other_seconds, first, held, is_running, able=able)
 
 
-class _Doings(NamedTuple):
-    """What a request does now, as far as a contender depends on it: while this is equal, the contender is."""
-
-    steps_left: int
-    num_over: int  # nodes that do not run any more
-    num_sent: int  # runs in flight
-    is_restarting: bool
-    status: Status
-    place: RankIds  # ranks of the last batch that it was done in
-    runs_on_one_rank: bool
-
-    @classmethod
-    def of(cls, request: Request, place: RankIds) -> _Doings:
-        progress = request.progress
-        sent, over = len(request.sent_to), len(progress.over)
-        facts = request.status, place, request.runs_on_one_rank
-        return cls(progress.steps_left, over, sent, progress.is_restarting, *facts)
+def _doings(request: Request, place: RankIds) -> tuple[Hashable, ...]:
+    """What a request does now, as far as a contender depends on it: while this is equal, the contender is. place: ranks
+    of the last batch that it was done in.
+    """
+    progress, is_alone = request.progress, request.runs_on_one_rank
+    sent, over = len(request.sent_to), len(progress.over)  # of nodes in flight, and that do not run any more
+    return progress.steps_left, sent, over, progress.is_restarting, request.status, place, is_alone
 
 
 class _Member(NamedTuple):
@@ -467,11 +339,6 @@ def _keep_coming(requests: Sequence[Request], now: float) -> bool:
     """Whether the last request arrived less than half as long ago as the first. requests: at least one."""
     arrivals = [request.head.arrival for request in requests]
     return now - max(arrivals) < (now - min(arrivals)) / 2
-
-
-def _degree(seconds: Mapping[int, float], share: float) -> int:
-    """The largest degree at which each rank does at least this share of what one rank alone does."""
-    return max(degree for degree, of_step in seconds.items() if degree * of_step * share <= seconds[1])
 
 
 def _makes_steps(view: View, request: Request, steps: int) -> bool:

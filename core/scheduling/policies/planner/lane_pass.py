@@ -10,8 +10,9 @@ from core.graph.workflow import Node, op_of
 from core.handles import RankIds
 from core.scheduling.dispatch import AskAgain, Decision, Dispatch
 from core.scheduling.policies.planner.plan import Plan, has_steps
+from core.scheduling.policies.planner.predictions import Predictions
 from core.scheduling.policies.planner.repeated_steps import WholePass
-from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
+from core.scheduling.policies.planner.step_homes import StepHomes
 from core.scheduling.policies.step_pass import StepPass
 from core.scheduling.requests.deadlines import due
 from core.scheduling.requests.request import Request, Status
@@ -26,16 +27,11 @@ class LanePass(StepPass):
 
     apart: frozenset[str] = frozenset()  # ids of the large requests
     place: StepHomes = field(default_factory=StepHomes)
-    costs: Mapping[str, StepCost] = field(default_factory=dict)  # of the steps of small requests, by id
+    predictions: Predictions = field(default_factory=Predictions)
     lanes: RankIds = ()  # ranks where small requests make steps; at least one, unless there are none
     groups: Mapping[str, RankIds] = field(default_factory=dict)  # large request that may be given work -> its ranks
     large: Sequence[Request] = ()  # the requests of `groups`, the most urgent first
     plan: Plan = field(default_factory=Plan)  # which small requests are served
-    given_up: frozenset[str] = frozenset()  # ids of requests that this pass ends
-    _lane_set: frozenset[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._lane_set = frozenset(self.lanes)
 
     def _admit(self) -> list[Request]:
         """Large requests that have an open rank, or may get one for a ControlNet, and small ones, which get homes here,
@@ -45,9 +41,9 @@ class LanePass(StepPass):
         large = list[Request]()
         for request in self.large:
             if request.status is Status.WAITING:
-                room -= 1
-                if room < 0:
+                if room <= 0:
                     continue
+                room -= 1
             if not self.view.open_ranks.isdisjoint(self.groups[request.id]) or self._may_have_rank_beside(request):
                 large.append(request)
         if not self.lanes:
@@ -61,33 +57,30 @@ class LanePass(StepPass):
         """Requests that have no steps to make now, then served ones, but for those that have nothing to do with the
         open ranks. room: for so many that have not begun.
         """
-        ended = self.apart | self.given_up
+        ended = self.apart | self.plan.ended
         running = (each for each in self.view.requests.running if each.id not in ended)
         admitted = [each for each in running if not has_steps(each)]
         for rank, served in ((None, self.plan.others), *self.plan.served_on):
+            is_closed_lane = rank in self.lanes and rank not in self.view.open_ranks
             for request in served:
-                if rank is not None and self._is_elsewhere(request, rank):
+                if is_closed_lane and self._is_elsewhere(request, rank):
                     continue
                 if request.status is Status.WAITING:
                     if room <= 0 or not self.view.may_begin(request):
                         continue
                     room -= 1
-                    admitted.append(request)
-                elif has_steps(request):
-                    admitted.append(request)
+                elif not has_steps(request):
+                    continue
+                admitted.append(request)
         return admitted
 
-    def _is_elsewhere(self, request: Request, rank: int) -> bool:
+    def _is_elsewhere(self, request: Request, rank: int | None) -> bool:
         """Whether nothing of a served request could go to the open ranks, so that a pass need not look at it: all of it
-        goes to this rank, its home, which is a lane still and has all that it needs.
+        goes to this rank, its home, which has all that it needs and is not open.
         """
-        if rank in self.view.open_ranks or rank not in self._lane_set:
+        if request.has_lost_rank or request.progress.pending or not self.view.open_ranks.isdisjoint(request.ranks):
             return False
-        if not self.view.open_ranks.isdisjoint(request.ranks):
-            return False
-        if request.has_lost_rank or request.progress.pending:
-            return False
-        return self.place.of(request) == rank and self.view.has_all(rank, request.needs)
+        return self.place.of(request) == rank and rank is not None and self.view.has_all(rank, request.needs)
 
     def _choose_step(self) -> Mapping[int, int]:
         """The steps of served requests. Where a rank would have nothing to do, because these wait for pages or memory
@@ -98,7 +91,7 @@ class LanePass(StepPass):
         idle = {rank for rank in self.view.idle_ranks if not self._has_work(rank)}
         if not idle:
             return tokens
-        served = {request.id for request, _ in self._candidates} | self.given_up
+        served = {request.id for request, _ in self._candidates} | self.plan.ended
         running = self.view.requests.running
         is_moving = any(each.num_moving for each in running) or next(self._fetches(), None) is not None
         is_busy = len(idle) < len(self.view.ranks) or is_moving
@@ -154,7 +147,7 @@ class LanePass(StepPass):
         making_steps = {home for each in self.plan.served if (home := self.place.of(each)) is not None}
         if not making_steps:
             return decisions
-        making_steps.update(rank for group in self.groups.values() for rank in group)
+        making_steps |= self._grouped
         dispatches = (each for each in decisions if isinstance(each, Dispatch) and each.ranks[0] not in making_steps)
         others = [each for each in dispatches if not op_of(each.items[0][1]).has_own_ports]
         first: dict[int, Dispatch] = {}
@@ -169,6 +162,11 @@ class LanePass(StepPass):
 
     # ------------------------------------------------------------------------------------------------ ranks
 
+    @property
+    def _grouped(self) -> set[int]:
+        """The ranks of the groups."""
+        return {rank for group in self.groups.values() for rank in group}
+
     def _ranks(self, request: Request, node: Node) -> RankIds:
         group = self.groups.get(request.id)
         is_shared = group is not None and len(group) > 1 and self.view.has_components(request, node, group)
@@ -178,24 +176,17 @@ class LanePass(StepPass):
             return (self._rank(request, node),)
         return StepPass._ranks(self, request, node) if group is None else group
 
-    def _rank(self, request: Request, node: Node) -> int:
-        """The rank that is to run a node, of those that have its model: for a large request the first of its group, for
-        a small one its home. Where others are at home with it, pictures are decoded on a rank where nobody is. A node
-        whose pages are on one device goes there, and one of a user's class where the least is to do.
+    def _rank_among(self, request: Request, node: Node, ranks: RankIds) -> int:
+        """For a large request the first rank of its group, for a small one its home. Where others are at home with it,
+        pictures are decoded on a rank where nobody is.
         """
-        ranks = self.view.ranks_with(request.keys_of(node))
-        if op_of(node).has_own_ports:
-            return self._least_given(request, node, ranks)
-        device = self._device(request, node)
-        if device is not None:
-            return device
         if request.id in self.groups:
             first = self.groups[request.id][0]
             return first if first in ranks else ranks[0]
         if node.name in request.workflow.step_names:
             return self._home(request, node, ranks)
         home = self._last_home(request)
-        if node.name in request.workflow.after_rounds and (home not in ranks or len(ranks) > 1):
+        if node.name in request.workflow.after_rounds:
             return self._spare(ranks, home)
         return home if home in ranks else ranks[0]
 
@@ -208,10 +199,9 @@ class LanePass(StepPass):
         group = self.groups.get(request.id) or (self._last_home(request),)
         own = group[0] if device is None else device
         if device is None and self.view.config.degree == 1 and self._is_worth_a_rank(request, node):
-            number, taken = self.place.num_on(ranks), {rank for each in self.groups.values() for rank in each}
-            free = self.view.open_ranks.union(*request.ranks_running(node)) - taken - {own}
-            beside = [rank for rank in ranks if rank in free and not number[rank]]
-            own = beside[0] if beside else own
+            number = self.place.num_on(ranks)
+            free = self.view.open_ranks.union(*request.ranks_running(node)) - self._grouped - {own}
+            own = next((rank for rank in ranks if rank in free and not number[rank]), own)
         return own if own in ranks else ranks[0]
 
     def _may_have_rank_beside(self, request: Request) -> bool:
@@ -238,12 +228,10 @@ class LanePass(StepPass):
         """The rank of a small request's steps; it is chosen when the request needs it first, or cannot keep it."""
         keys = request.keys_of(node)
         home = self.place.find(request, keys)
-        if home is not None and home in self._lane_set and home in ranks:
-            return home
         able = [rank for rank in self.lanes if rank in ranks] or ranks
-        if home is None or home not in able:
-            home = self.place.place(request, keys, able, self.costs.get(request.id, StepCost(0.0, 0.0)))
-        return home
+        if home is not None and home in able:
+            return home
+        return self.place.place(request, keys, able, self.predictions.of(self.view, request).cost)
 
     def _last_home(self, request: Request) -> int:
         """The home of a request's next steps, or its last ones."""
@@ -256,10 +244,8 @@ class LanePass(StepPass):
         """The last of these ranks that makes no steps; else the last without requests, if others are at home where this
         one is; else its home.
         """
-        taken = {rank for group in self.groups.values() for rank in group}
-        free = [rank for rank in ranks if rank not in taken]
-        beside = [rank for rank in free if rank not in self.lanes]
-        if beside:
+        free = [rank for rank in ranks if rank not in self._grouped]
+        if beside := [rank for rank in free if rank not in self.lanes]:
             return beside[-1]
         number = self.place.num_on((*free, home))
         idle = [rank for rank in free if not number[rank]]
@@ -280,5 +266,4 @@ def _has_slot(request: Request) -> bool:
     """Whether a running request counts among those that may run together: until its last step, or if users' classes run
     it until its end, because the values between its nodes may be large. It has none while it waits for adapters.
     """
-    has_step = request.progress.steps_left > 0 and not (request.lacks_adapters and request.stands_still)
-    return has_step or request.workflow.has_own_ports
+    return (request.progress.steps_left > 0 and not request.stands_still) or request.workflow.has_own_ports

@@ -11,29 +11,28 @@ share of the objective and serves requests in the order of arrival.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
 from typing import NamedTuple
 
-from core.config import PATIENCE_SECONDS
 from core.costs.forecast import Pace, SlotTask
-from core.costs.lane_filling import best_schedules
+from core.costs.lane_filling import best_lanes
 from core.costs.prediction_margin import CERTAIN
 from core.failure import Failure
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.handles import RankIds
 from core.scheduling.dispatch import GiveUp
-from core.scheduling.policies.planner.step_homes import StepCost, StepHomes
+from core.scheduling.policies.planner.predictions import Prediction, Predictions
+from core.scheduling.policies.planner.step_homes import StepHomes
 from core.scheduling.requests.bindings import ModelKeys
-from core.scheduling.requests.deadlines import TOO_LATE, due, why_late
+from core.scheduling.requests.deadlines import TOO_LATE, due, must_be_served, why_late
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.requests.work_left import WorkLeft
 from core.scheduling.view import View
-
-NOTHING = StepCost(0.0, 0.0)
 
 HEADROOM = 1.03
 """Time until a request is due, as a multiple of the time that it may be planned to take: plans are not exact."""
@@ -65,10 +64,8 @@ class Plan:
     lanes: tuple[RankLane, ...] = ()
     others: tuple[Request, ...] = ()  # waiting ones that make no steps, or have made all of them before a rank died
     given_up: tuple[GiveUp, ...] = ()
-    # The requests that had a slot at the last `refill_slots`, lane by lane.
-    served: list[Request] = field(default_factory=list)
-    served_on: list[tuple[int, list[Request]]] = field(default_factory=list)  # (rank, those of one of its lanes)
-    _served_by: dict[int, list[Request]] = field(default_factory=dict)  # by rank
+    # The requests that had a slot at the last `refill_slots`, lane by lane: (rank, those of one of its lanes).
+    served_on: list[tuple[int, list[Request]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.refill_slots()
@@ -79,22 +76,26 @@ class Plan:
         """
         num_slots = len(self.served)
         self.served_on = [(lane.rank, lane.served) for lane in self.lanes]
-        self.served = [request for _, served in self.served_on for request in served]
-        self._served_by = {}
-        for rank, served in self.served_on:
-            self._served_by.setdefault(rank, []).extend(served)
         return len(self.served) >= num_slots
 
-    def served_by(self, rank: int) -> Sequence[Request]:
-        """The requests that had a slot in a lane of this rank at the last `refill_slots`."""
-        return self._served_by.get(rank, ())
+    @property
+    def ended(self) -> set[str]:
+        """Ids of the requests that it gives up."""
+        return {each.request.id for each in self.given_up}
+
+    @property
+    def served(self) -> list[Request]:
+        """The requests that had a slot then."""
+        return [request for _, served in self.served_on for request in served]
+
+    def served_by(self, rank: int) -> list[Request]:
+        """Those of them that had it in a lane of this rank."""
+        return [request for on, served in self.served_on if on == rank for request in served]
 
 
 def has_steps(request: Request) -> bool:
     """Whether a request has steps to make, and its next one need not wait for adapters."""
-    if request.lacks_adapters and request.stands_still:
-        return False
-    return request.is_live and request.progress.steps_left > 0
+    return request.is_live and request.progress.steps_left > 0 and not request.stands_still
 
 
 def step_node(request: Request) -> Node:
@@ -103,14 +104,15 @@ def step_node(request: Request) -> Node:
 
 
 def _denoiser(request: Request) -> ModelKeys:
-    """The components that a request's next steps are computed with, or if none is left, that its last ones were."""
-    return request.keys_of(step_node(request))
+    assert request.denoiser is not None, f"{request.id} has no steps"
+    return request.denoiser
 
 
 class Candidate(NamedTuple):
     """A request, as judged for a plan."""
 
     request: Request
+    prediction: Prediction
     work: WorkLeft
     alone: float  # seconds of its remaining work, with as many ranks as are useful
     seconds: float  # that it may be predicted to take; inf: it has no due time
@@ -130,9 +132,8 @@ class Planner:
     now: float
     place: StepHomes
     lanes: RankIds  # ranks where small requests make steps
-    costs: Mapping[str, StepCost]  # of small requests, by id
-    alone: Callable[[Request, WorkLeft], float]  # seconds of what is left of it, with as many ranks as are useful
-    _num_on: dict[int, int] = field(default_factory=dict)  # rank -> denoisers whose requests may make steps there
+    predictions: Predictions
+    _num_on: Counter[int] = field(default_factory=Counter)  # rank -> denoisers whose requests may make steps there
 
     def plan(self, requests: Sequence[Request]) -> Plan:
         """requests: that may run, the most urgent first."""
@@ -143,11 +144,9 @@ class Planner:
         kept = [each for each in candidates if each.request.id not in dropped]
         groups: dict[ModelKeys, list[Candidate]] = {}  # denoiser -> candidates, which may share steps
         for candidate in kept:
-            if candidate.work.steps and candidate.request.id in self.costs:
+            if candidate.work.steps and candidate.prediction.is_small:
                 groups.setdefault(_denoiser(candidate.request), []).append(candidate)
-        for group in groups.values():
-            for rank in self._ranks(group[0].request):
-                self._num_on[rank] = self._num_on.get(rank, 0) + 1
+        self._num_on.update(rank for group in groups.values() for rank in self._ranks(group[0].request))
         if len(groups) > 1:
             self._place_apart(groups)
         lanes = [lane for group in groups.values() for lane in self._lanes(group, tried)]
@@ -156,10 +155,10 @@ class Planner:
         return Plan(tuple(lanes), waiting, given_up)
 
     def _judge(self, request: Request) -> Candidate:
-        work, time = self.view.work_left(request), due(request.head)
+        prediction, work = self.predictions.of(self.view, request), self.view.work_left(request)
+        alone, time = prediction.alone(request, work), due(request.head)
         seconds = inf if time is None else (time - self.now) / (HEADROOM * self.view.slowness)
-        alone = self.alone(request, work)
-        return Candidate(request, work, alone, seconds, alone > seconds)
+        return Candidate(request, prediction, work, alone, seconds, alone > seconds)
 
     def _tried(self, candidates: Sequence[Candidate]) -> Candidate | None:
         """The late request that is served nevertheless, while no candidate can be in time: predictions may be wrong,
@@ -197,8 +196,7 @@ class Planner:
             deadline = request.head.deadline
             if deadline is None or request.id in may_run or request.status is Status.RUNNING:
                 continue
-            alone = self.alone(request, self.view.work_left(request))
-            if self.now + self.view.load_seconds(request) + alone > deadline:
+            if self.now + self.view.load_seconds(request) + self._judge(request).alone > deadline:
                 yield GiveUp(request, TOO_LATE)
 
     def _why_given_up(self, candidate: Candidate, *, is_needed: bool) -> Failure | None:
@@ -218,9 +216,8 @@ class Planner:
         for denoiser, group in groups.items():
             ranks = self._ranks(group[0].request)
             for each in group[: LOOK_AHEAD * self.view.config.max_num_seqs]:
-                request = each.request
-                if self.place.find(request, denoiser) not in ranks:
-                    self.place.place(request, denoiser, ranks, self.costs.get(request.id, NOTHING))
+                if self.place.find(each.request, denoiser) not in ranks:
+                    self.place.place(each.request, denoiser, ranks, each.prediction.cost)
 
     # ------------------------------------------------------------------------------------------------ the set
 
@@ -242,7 +239,8 @@ class Planner:
             lanes |= self._scheduled(part, [rank for rank in ranks if rank not in lanes])
         for rank, lane in lanes.items():
             for request in lane.requests:
-                self.place.set(request, _denoiser(request), rank, self.costs.get(request.id, NOTHING))
+                cost = self.predictions.of(self.view, request).cost
+                self.place.set(request, _denoiser(request), rank, cost)
         return lanes.values()
 
     def _ranks(self, request: Request) -> Sequence[int]:
@@ -251,8 +249,8 @@ class Planner:
 
     def _is_patient(self, candidate: Candidate) -> bool:
         """Whether a request that is late or has no due time has waited so long that it must be served."""
-        head, has_no_due = candidate.request.head, candidate.is_late or candidate.seconds == inf
-        return has_no_due and self.now - head.arrival > PATIENCE_SECONDS * (1 + head.priority)
+        has_no_due = candidate.is_late or candidate.seconds == inf
+        return has_no_due and must_be_served(candidate.request.head, self.now)
 
     def _scheduled(self, candidates: Sequence[Candidate], ranks: Sequence[int]) -> dict[int, RankLane]:
         """Rank -> its lane, for the ranks that serve any of these candidates. ranks: those that may serve them."""
@@ -266,34 +264,29 @@ class Planner:
         tasks = [self._slot_task(each, able[each.request.id]) for each in candidates]
         pace = self._pace(candidates, min(most, len(candidates)))
         starts = [self.view.wait_seconds(rank) for rank in ranks]
-        seen = self.view.largest_seen(head.keys_of(step_node(head)), op_of(step_node(head))) // head.spec.num_rows
+        seen = self.view.largest_seen(_denoiser(head), op_of(step_node(head))) // head.spec.num_rows
         if (seen + 1) * sum(task.size for task in tasks) > self.view.max_step_tokens * len(tasks):
             seen = most  # more of them do not fit into a step
-        schedules = best_schedules(tasks, most, pace, starts, blocks=self._blocks(head), largest_seen=seen)
-        chosen = {index for schedule in schedules for index in schedule.chosen}
+        filled = best_lanes(tasks, most, pace, starts, blocks=self._blocks(head), largest_seen=seen)
+        chosen = {index for lane in filled for index in lane.chosen}
         found = dict[int, RankLane]()
-        for place, (rank, schedule) in enumerate(zip(ranks, schedules, strict=True)):
-            indexes = schedule.chosen
+        for place, (rank, lane) in enumerate(zip(ranks, filled, strict=True)):
+            indexes = lane.chosen
             if not indexes:  # one that would be in time alone may seem late because predictions are rounded
                 others = (index for index, task in enumerate(tasks) if place in task.ranks and index not in chosen)
-                indexes = tuple(islice(others, 1))
+                indexes = list(islice(others, 1))
                 chosen.update(indexes)
             if indexes:
-                found[rank] = RankLane(rank, tuple(candidates[index].request for index in indexes), schedule.num_slots)
+                found[rank] = RankLane(rank, tuple(candidates[index].request for index in indexes), lane.slots.number)
         return found
 
     def _able(self, request: Request, ranks: Sequence[int]) -> tuple[int, ...]:
         """Indexes of the ranks that can make a request's steps: one that has begun stays at home."""
         home, device = self.place.find(request, _denoiser(request)), self.view.page_rank(request)
-        if (
-            home is not None
-            and home in ranks
-            and (request.status is Status.RUNNING or self._num_on.get(ranks[0], 1) > 1)
-        ):
-            able: Sequence[int] = (home,)
-        else:
-            able = ranks if device is None else (device,)
-        return tuple(place for place, rank in enumerate(ranks) if rank in able)
+        only = device
+        if home in ranks and (request.status is Status.RUNNING or self._num_on[ranks[0]] > 1):
+            only = home
+        return tuple(place for place, rank in enumerate(ranks) if only is None or rank == only)
 
     def _blocks(self, request: Request) -> bool:
         """Whether the rank that makes steps also does the work after them: all that could make steps, too."""
@@ -301,7 +294,7 @@ class Planner:
         return set(having) <= set(self._ranks(request))
 
     def _slot_task(self, candidate: Candidate, able: tuple[int, ...]) -> SlotTask:
-        """A candidate for `best_schedules`. Times are seconds of the rank, of which each denoiser gets a fraction."""
+        """A candidate for `best_lanes`. Times are seconds of the rank, of which each denoiser gets a fraction."""
         head, work = candidate.request.head, candidate.work
         ranks = self._ranks(candidate.request)
         num_denoisers = sum(self._num_on[rank] for rank in ranks) / len(ranks)
@@ -320,20 +313,20 @@ class Planner:
         """Seconds of steps by number of requests and sum of their tokens: exact where all requests have the fewest or
         all have the most tokens of any candidate, and linear between. 0 for all while that of one is unknown.
         """
-        head = candidates[0].request
-        step, rows = step_node(head), head.spec.num_rows
+        request = candidates[0].request
+        step, rows = step_node(request), request.spec.num_rows
         keys, tokens = max(each.work.keys for each in candidates), [each.work.tokens for each in candidates]
         low, high = min(tokens), max(tokens)
-        if not self._step_seconds(head, step, rows, high / rows, keys / rows):
-            return Pace((0.0,), (0.0,))
-        fixed, slope = list[float](), list[float]()
-        for number in range(1, most + 1):
-            below = self._step_seconds(head, step, number * rows, low / rows, keys / rows)
-            above = self._step_seconds(head, step, number * rows, high / rows, keys / rows) if high > low else below
-            slope.append((above - below) / (number * (high - low)) if high > low else 0.0)
-            fixed.append(below - slope[-1] * number * low)
-        return Pace(tuple(fixed), tuple(slope))
 
-    def _step_seconds(self, request: Request, step: Node, rows: int, tokens: float, keys: float) -> float:
-        work = Work((round(tokens),), (round(keys),))
-        return self.view.batch_seconds(request.keys_of(step), op_of(step), work, rows)
+        def seconds(number: int, tokens: float) -> float:
+            work = Work((round(tokens / rows),), (round(keys / rows),))
+            return self.view.batch_seconds(request.keys_of(step), op_of(step), work, number * rows)
+
+        if not seconds(1, high):
+            return Pace((0.0,), (0.0,))
+        numbers = range(1, most + 1)
+        fixed, slope = [seconds(number, low) for number in numbers], [0.0] * most
+        if high > low:
+            slope = [(seconds(number, high) - fixed[number - 1]) / (number * (high - low)) for number in numbers]
+            fixed = [fixed[number - 1] - slope[number - 1] * number * low for number in numbers]
+        return Pace(tuple(fixed), tuple(slope))

@@ -51,7 +51,7 @@ def plan(contenders: Sequence[Contender], ranks: Sequence[int], sets: RankSets) 
             places[contender.name] = contender.held
     contenders = [contender for contender in contenders if not contender.is_ending]
     given = degrees(contenders, [rank for rank in ranks if buddies.are_free((rank,))])
-    counted = [pair for pair in zip(contenders, given, strict=False) if pair[1]]
+    counted = [(each, given[each.name]) for each in contenders if given.get(each.name)]
     places |= _placed(counted, buddies)
     _make_way([contender for contender, _ in counted], places, buddies)
     for contender in contenders:
@@ -74,29 +74,28 @@ def _make_way(contenders: Sequence[Contender], places: dict[str, RankIds], buddi
             places |= _placed([(contender, 1)], buddies)
 
 
-def degrees(contenders: Sequence[Contender], ranks: Sequence[int]) -> list[int]:
-    """The number of ranks of each of the first contenders, as far as the ranks reach; 0: those that have its model are
+def degrees(contenders: Sequence[Contender], ranks: Sequence[int]) -> dict[str, int]:
+    """Name -> number of ranks of the first contenders, as far as the ranks reach; 0: those that have its model are
     taken. In order, each gets its first degree; then the degree of the one that saves most time per rank is doubled,
     again and again.
     """
-    left, given = _RanksLeft(contenders, ranks), list[int]()
+    left, given = _RanksLeft(contenders, ranks), dict[str, int]()
     for contender in contenders:
         if left.num_ranks == 0:
             break
         number = left.number(contender)
-        given.append(min(contender.first, power_of_two(number)) if number else 0)
-        left.take(contender, given[-1])
-    while left.num_ranks:
-        gains = [
-            _gain(contender, degree, left.number(contender))
-            for contender, degree in zip(contenders, given, strict=False)
-        ]
-        best = max(gains, default=0.0)
-        if best <= 0:
+        given[contender.name] = min(contender.first, power_of_two(number)) if number else 0
+        left.take(contender, given[contender.name])
+
+    def gain(contender: Contender) -> float:
+        return _gain(contender, given[contender.name], left.number(contender))
+
+    while given and left.num_ranks:
+        best = max(contenders[: len(given)], key=gain)
+        if gain(best) <= 0:
             break
-        index = gains.index(best)
-        left.take(contenders[index], given[index])
-        given[index] *= 2
+        left.take(best, given[best.name])
+        given[best.name] *= 2
     return given
 
 

@@ -31,8 +31,7 @@ class RepeatedSteps:
     """The last batches of one policy."""
 
     def __init__(self) -> None:
-        self._batches: dict[RankIds, Dispatch] = {}  # ranks -> their last batch, if that was one of steps
-        self._by_rank: dict[int, Dispatch] = {}  # the same ones
+        self._batches: dict[int, Dispatch] = {}  # rank -> its last batch, if that was one of steps
         self.idle: frozenset[int] = frozenset()  # open ranks that the last whole pass left without work
         self._later: frozenset[int] = frozenset()  # ranks that may be asked for more than their steps
         self._is_only_stepping = False
@@ -48,15 +47,14 @@ class RepeatedSteps:
         self._keep(lambda batch: all(request.id != request_id for request, _ in batch.items))
 
     def _keep(self, is_kept: Callable[[Dispatch], bool]) -> None:
-        self._batches = {ranks: last for ranks, last in self._batches.items() if is_kept(last)}
+        self._batches = {rank: last for rank, last in self._batches.items() if is_kept(last)}
 
     def note_result(self, batch: Batch, result: BatchResult) -> None:
         """Note that a batch has ended."""
-        last = self._batches.get(batch.ranks)
-        items = [item.request_id for item in batch.items]
-        if last is None or last.items[0][1].op != batch.op or [request.id for request, _ in last.items] != items:
-            self._is_only_stepping = False
-        self._is_only_stepping &= not any(item.failure for item in result.items)
+        last = self._batches.get(batch.ranks[0])
+        sent = last and (last.ranks, last.items[0][1].op, [request.id for request, _ in last.items])
+        is_same = sent == (batch.ranks, batch.op, [item.request_id for item in batch.items])
+        self._is_only_stepping &= is_same and not any(item.failure for item in result.items)
         self.idle = self.idle.difference(batch.ranks)
 
     def note(self, view: View, made: WholePass) -> None:
@@ -70,8 +68,7 @@ class RepeatedSteps:
         for each in given:
             request, node = each.items[0]
             if node.name in request.workflow.step_names and all(taken.count(rank) == 1 for rank in each.ranks):
-                self._batches[each.ranks] = each
-        self._by_rank = {rank: last for ranks, last in self._batches.items() for rank in ranks}
+                self._batches |= dict.fromkeys(each.ranks, each)
         self.idle, self._later = view.open_ranks.difference(taken), made.later.union(_holding(view, names))
         self._is_only_stepping = (
             made.is_all
@@ -91,7 +88,7 @@ class RepeatedSteps:
             return None
         if large and not self.idle <= moving:  # a group may grow
             return None
-        batches = {last.ranks: last for rank in asked if (last := self._by_rank.get(rank)) is not None}
+        batches = {last.ranks: last for rank in asked if (last := self._batches.get(rank)) is not None}
         if sum(map(len, batches)) != len(asked) or not all(map(asked.issuperset, batches)):
             return None
         is_same = all(_can_be_repeated(view, batch, plan, large, keeps) for batch in batches.values())

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
+from core.scheduling.policies.step_speeds import StepCost
 from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.request import Request
-
-
-class StepCost(NamedTuple):
-    """Seconds of a step that a request shares with others of the same components."""
-
-    base: float  # once for all of them
-    extra: float  # that it adds
 
 
 class StepHomes:
@@ -34,8 +27,8 @@ class StepHomes:
 
     def of(self, request: Request) -> int | None:
         """The rank on which a request makes its next steps, or has made the last ones."""
-        node = request.step_node
-        return None if node is None else self.find(request, request.keys_of(node))
+        keys = request.denoiser
+        return None if keys is None else self.find(request, keys)
 
     def set(self, request: Request, keys: ModelKeys, rank: int, cost: StepCost) -> None:
         """Note where a request is to make the steps that need these components."""

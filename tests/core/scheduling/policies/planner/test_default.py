@@ -31,7 +31,7 @@ from core.messages.worker import Batch, BatchResult, CostSample, StepPlan, Trans
 from core.scheduling.endings import Output
 from core.scheduling.policies.buddies import Buddies
 from core.scheduling.policies.planner.default import Default
-from core.scheduling.policies.planner.groups import OVERTAKEN
+from core.scheduling.policies.planner.predictions import OVERTAKEN
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.scheduler import StepScheduler
 
