@@ -29,7 +29,7 @@ from benchmarks.serving.lego_prediction import Asked, LoadLine, Measured, Predic
 from benchmarks.serving.lego_profile import FLAGS, Known, base_of
 from benchmarks.serving.lone_run import LoneRun, crowding_of, means_by_op
 from benchmarks.serving.model_turns import loads_ended
-from benchmarks.serving.recorded import MONOLITHS, POOLS, read, read_loading
+from benchmarks.serving.recorded import MONOLITHS, POOLS, Batch, read, read_loading
 from benchmarks.serving.recorded_server import SETTLE_SECONDS, RecordedServer, recorded_server
 from benchmarks.simulation.compared import OURS, make
 from benchmarks.simulation.lego.arrivals import Arrivals
@@ -83,7 +83,8 @@ class Alone:
     """Requests one by one on a server of one rank that has everything. Seconds."""
 
     latency: Mapping[str, float]  # by workflow, median
-    overhead: Mapping[str, float]  # by workflow: what of that is in no batch, median
+    outside: Mapping[str, float]  # by workflow: of that, before the engine has it and after its last batch, medians
+    overhead: Mapping[str, float]  # by workflow: of the rest, what is in no batch, median: the price of nodes
     num_batches: Mapping[str, float]  # by workflow: of a request
     digests: Mapping[tuple[str, int], str]  # (workflow, seed) -> of the picture
     measured: Measured
@@ -176,7 +177,8 @@ class Bench:
         around = {name: run.surroundings for name, run in runs.items()}
         return Alone(
             latency={name: statistics.median(run.run.latencies) for name, run in runs.items()},
-            overhead={name: statistics.median(_outside_batches(run)) for name, run in runs.items()},
+            outside={name: around[name].prepare + around[name].deliver for name in runs},
+            overhead={name: statistics.median(_between_batches(run)) for name, run in runs.items()},
             num_batches={name: len(run.batches) / len(run.run.outcomes) for name, run in runs.items()},
             digests={
                 (name, seed): outcome.digest
@@ -331,14 +333,15 @@ def _work(run: LoneRun) -> float:
     return sum(run.run.latencies)
 
 
-def _outside_batches(run: LoneRun) -> Iterator[float]:
-    """The latency of each request without the seconds that its batches take."""
-    seconds: defaultdict[str, float] = defaultdict(float)
+def _between_batches(run: LoneRun) -> Iterator[float]:
+    """Of each request, the seconds from when its engine has it until its last batch ends that are in none of them."""
+    batches = defaultdict[str, list[Batch]](list)
     for batch in run.batches:
         for name in batch.requests:
-            seconds[name] += batch.seconds
-    for arrival, outcome in zip(run.arrivals, run.run.outcomes, strict=True):
-        yield outcome.latency - seconds[arrival.request.request_id]
+            batches[name].append(batch)
+    for arrival in run.arrivals:
+        mine = batches[arrival.request.request_id]
+        yield max(each.ended for each in mine) - arrival.now - sum(each.seconds for each in mine)
 
 
 # ---------------------------------------------------------------------------------------------------- systems

@@ -101,15 +101,16 @@ def described(bench: Bench, alone: Alone) -> tuple[list[Row], dict[str, Value]]:
             (
                 name,
                 f"{alone.latency[name] * 1e3:.0f} ms; load of its largest part {one * 1e3:.0f}, of all "
-                f"{every * 1e3:.0f} ms ({base / 1e6:.0f}, {whole / 1e6:.0f} MB); beside its "
-                f"{alone.num_batches[name]:.0f} batches {alone.overhead[name] * 1e3:.1f} ms",
+                f"{every * 1e3:.0f} ms ({base / 1e6:.0f}, {whole / 1e6:.0f} MB); between its "
+                f"{alone.num_batches[name]:.0f} batches {alone.overhead[name] * 1e3:.1f} ms, before and after "
+                f"{alone.outside[name] * 1e3:.1f} ms",
             )
         )
-        result |= {f"{name}_ms": alone.latency[name] * 1e3, f"{name}_outside_ms": alone.overhead[name] * 1e3}
+        result |= {f"{name}_ms": alone.latency[name] * 1e3, f"{name}_overhead_ms": alone.overhead[name] * 1e3}
         if name == f"{base_of(name)}-0":
             result |= {f"{name}_load_part_ms": one * 1e3, f"{name}_load_all_ms": every * 1e3}
     crowding = alone.measured.crowding
-    rows.append(("beside batches", f"at most {max(alone.overhead.values()) * 1e3:.1f} ms"))
+    rows.append(("overhead of nodes", f"at most {max(alone.overhead.values()) * 1e3:.1f} ms of a request"))
     rows.append(("all ranks at work", f"steps take {crowding.steps:.2f} times as long"))
     rows.append(("memory", f"{bench.model_bytes / 1e6:.0f} of {bench.layouts[0].distinct_bytes / 1e6:.0f} MB a rank"))
     return rows, result | {"crowding": crowding.steps, "model_bytes": bench.model_bytes}
