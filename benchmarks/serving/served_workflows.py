@@ -91,7 +91,11 @@ def evaluate(
 
 
 def described(bench: Bench, alone: Alone) -> tuple[list[Row], dict[str, Value]]:
-    """Of workflows alone: a request, loads of its largest part and of all, and what it takes beside its batches."""
+    """Of workflows alone: a request, loads of its largest part and of all, and what it takes beside its batches.
+
+    Between them: what a request takes longer by nodes than as a whole, as section 7.5 compares. Before and after them a
+    server of whole workflows does the same: it reads the request, and writes its picture.
+    """
     rows, result, line = list[Row](), dict[str, Value](), alone.measured.load
     for name in bench.workflows:
         parts = bench.layouts[0].parts[name]
