@@ -114,7 +114,7 @@ def measure(base: str, num_ranks: int, lengths: float) -> Measured:
     (workflow,) = (each for each in site.workflows if each.base == base)
     clock, cost, sizes, names = Clock(), CostModel(), site.sizes("node"), count()
     sized = [LoadedComponent(key, nbytes) for key, nbytes in sizes.items()]
-    config = SchedulerConfig(model_bytes=site.budget)
+    config = SchedulerConfig(max_num_seqs=4096, model_bytes=site.budget)
     scheduler = CountedScheduler(config, site.infos("node"), num_ranks, cost=cost, policy=make(OURS), sizes=sized)
     site.teach(cost, "node")
     scheduler.learn((), [(rank, sized) for rank in range(num_ranks)])
