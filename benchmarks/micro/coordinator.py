@@ -3,8 +3,9 @@ in flight, workflows of FLUX.1-dev's and Stable Diffusion 3.5's length.
 
 The scheduler with its policy is that of the engine; time and ranks are simulated, step by step. What is counted is CPU
 time: of its passes, of applying results, of reports and statistics, and of encoding and decoding all messages; neither
-event loop nor sockets. It is told per completed node (one of one request), and as shares: of one core's time, and of
-the time that ranks execute. For each request that ends another one comes. Fewer ranks have as many fewer requests.
+event loop nor sockets. It takes as long in simulated time, and what comes meanwhile waits for the next pass. It is told
+per completed node (one of one request), and as shares: of one core's time, and of the time that ranks execute. For each
+request that ends another one comes. Fewer ranks have as many fewer requests.
 """
 
 from __future__ import annotations
@@ -96,6 +97,26 @@ class CountedScheduler(StepScheduler):
         return outputs
 
 
+class Coordinator(SimulatedEngine):
+    """Is busy for as long as its scheduler has taken, and then makes one pass for all that has come, as EngineCore."""
+
+    scheduler: CountedScheduler
+    _free_at = 0.0
+    _counted = 0.0  # CPU seconds until the end of the last pass
+    _is_due = False
+
+    def step(self) -> None:
+        if self._clock.now < self._free_at:
+            if not self._is_due:
+                self._is_due = True
+                self._clock.at(self._free_at, self.step)
+            return
+        self._is_due = False
+        super().step()
+        self._free_at = self._clock.now + self.scheduler.seconds - self._counted
+        self._counted = self.scheduler.seconds
+
+
 class Measured(NamedTuple):
     """Of an interval of simulated time. seconds: CPU time of the coordinator. elapsed, busy: simulated seconds, and
     those that ranks executed, summed over them.
@@ -127,7 +148,7 @@ def measure(base: str, num_ranks: int, lengths: float) -> Measured:
             clock.at(clock.now, send)
 
     durations = WorkflowDurations(numbers, defaultdict(lambda: workflow), sizes, numbers.jitter, 0)
-    engine = SimulatedEngine(clock, scheduler, durations, note)
+    engine = Coordinator(clock, scheduler, durations, note)
     alone, number = numbers.alone_seconds(workflow), round(IN_FLIGHT * num_ranks)
     for index in range(number):
         clock.at(index / number * alone, send)
