@@ -43,7 +43,7 @@ SETTINGS = {"flux-d": "S4", "sd35l": "S2"}
 IN_FLIGHT = 500 / 256
 """Requests for each rank."""
 
-FULL = 3.0
+FULL = 1.25
 """Times that a request alone takes, until ranks have what they have from then on."""
 
 EVERY_STEP = 1000
