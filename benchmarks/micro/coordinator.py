@@ -1,5 +1,5 @@
-"""What an engine's coordinator costs by its number of ranks, after LegoDiffusion's section 7.5: 256 of them, 500 requests
-in flight, workflows of FLUX.1-dev's and Stable Diffusion 3.5's length.
+"""What an engine's coordinator costs by its number of ranks, after LegoDiffusion's section 7.5: 256 of them, 500
+requests in flight, workflows of FLUX.1-dev's and Stable Diffusion 3.5's length.
 
 The scheduler with its policy is that of the engine; time and ranks are simulated, step by step. What is counted is CPU
 time: of its passes, of applying results, of reports and statistics, and of encoding and decoding all messages; neither
