@@ -8,13 +8,14 @@ copies of the files, which it takes for others.
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import msgspec
@@ -47,6 +48,11 @@ LONE_SECONDS = 600.0
 CROWD_LOAD, NUM_CROWDING = 1.2, 12
 """The load and the number of the requests that are sent to learn how much slower ranks are when all have work."""
 
+PACES = (1.0, 0.95, 1.05)
+"""What batches and loads take in predictions, as a multiple of what they took alone: all requests of a burst miss their
+objectives, or none, by a percent of it.
+"""
+
 
 class Cell(NamedTuple):
     """load: as a share of what the ranks would do one request at a time."""
@@ -68,6 +74,7 @@ class Served(msgspec.Struct, frozen=True):
 
     in_time: float  # share
     predicted: float  # the same, in simulated time; nan: requests never ended there
+    predicted_range: tuple[float, float]  # least and most, at each of PACES
     num_requests: int
     num_wrong: int  # pictures that are not those of an idle server
     num_pictures: int
@@ -226,7 +233,7 @@ class Bench:
         with self.server(policy, layout, self.num_ranks, *flags, pools=pools) as (recorded, warm_ups):
             for cell in cells:
                 sent = self.sent(cell, alone)
-                predicted = self._predict(known, alone, system.policy(pools), sent, warm_ups)
+                predicted = self._predict(known, alone, partial(system.policy, pools), sent, warm_ups)
                 served = self._serve(recorded, layout, alone, sent, predicted)
                 yield cell, served
                 if served.in_time < least:
@@ -237,10 +244,11 @@ class Bench:
         self,
         known: Known,
         alone: Alone,
-        policy: SchedulingPolicy,
+        policy: Callable[[], SchedulingPolicy],
         sent: Sequence[Sent],
         warm_ups: Sequence[EngineRequest],
-    ) -> Predicted | None:
+    ) -> list[Predicted]:
+        """At each of PACES; none: requests never end at one of them. policy: makes a new one."""
         heads = {head.model: head for head in warm_ups}
         asked = []
         for each in sent:
@@ -250,19 +258,12 @@ class Bench:
             asked.append(
                 Asked(msgspec.structs.replace(head, spec=spec), each.workflow, each.due, each.call.slo_ms / 1e3)
             )
+        size = {"num_ranks": self.num_ranks, "model_bytes": self.model_bytes}
         try:
-            return predict(
-                known,
-                alone.measured,
-                policy,
-                asked,
-                warm_ups,
-                num_ranks=self.num_ranks,
-                model_bytes=self.model_bytes,
-            )
+            return [predict(known, alone.measured, policy(), asked, warm_ups, **size, pace=pace) for pace in PACES]
         except AssertionError as error:
             print(f"no prediction: {error}")
-            return None
+            return []
 
     def _serve(
         self,
@@ -270,7 +271,7 @@ class Bench:
         layout: Layout,
         alone: Alone,
         sent: Sequence[Sent],
-        predicted: Predicted | None,
+        predicted: Sequence[Predicted],
     ) -> Served:
         before, started = read(recorded.path)[1][-1], time.monotonic()
         ended = asyncio.run(_send(recorded, layout, sent))
@@ -280,17 +281,19 @@ class Bench:
         wrong = [1 for each, outcome in pictures if outcome.digest != alone.digests[each.workflow, each.call.seed]]
         busy = sum(batch.seconds for batch in batches)
         last = max(batches, key=lambda batch: batch.engine_cpu, default=before)
+        shares = [each.share for each in predicted] or [math.nan]
         refused = Counter(str(each.refusal.status) if each.refusal else "0" for _, each in ended if each.is_failed)
         loads = [when for when, _, _ in loads_ended(read_loading(recorded.path)) if when >= started]
         return Served(
             in_time=sum(map(_is_in_time, (outcome for _, outcome in ended))) / len(sent),
-            predicted=statistics.fmean(predicted.in_time) if predicted else float("nan"),
+            predicted=shares[0],
+            predicted_range=(min(shares), max(shares)),
             num_requests=len(sent),
             num_wrong=len(wrong),
             num_pictures=len(pictures),
             ends=dict(refused),
             num_loads=len(loads),
-            predicted_loads=predicted.num_loads if predicted else -1,
+            predicted_loads=predicted[0].num_loads if predicted else -1,
             coordinator=(last.engine_cpu - before.engine_cpu) / busy,
             busy=busy / (self.num_ranks * seconds),
         )

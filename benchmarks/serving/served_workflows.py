@@ -133,7 +133,9 @@ def _figures(served: Served) -> dict[str, Value]:
         "busy": served.busy,
     }
     if not math.isnan(served.predicted):
-        figures |= {"predicted": served.predicted, "predicted_loads": served.predicted_loads}
+        least, most = served.predicted_range
+        figures |= {"predicted": served.predicted, "predicted_least": least, "predicted_most": most}
+        figures |= {"predicted_loads": served.predicted_loads}
     return figures
 
 
@@ -162,8 +164,13 @@ def compared(measured: Mapping[str, Mapping[float, Sequence[Served]]]) -> tuple[
 
 
 def _predicted(runs: Sequence[Served]) -> str:
-    off = [each.in_time - each.predicted for each in runs if not math.isnan(each.predicted)]
-    return f"predicted {fmean(each.predicted for each in runs):.1%}, off by {100 * fmean(off):+.1f}" if off else "-"
+    told = [each for each in runs if not math.isnan(each.predicted)]
+    if not told:
+        return "-"
+    predicted, measured = fmean(each.predicted for each in told), fmean(each.in_time for each in told)
+    least, most = (fmean(bounds) for bounds in zip(*(each.predicted_range for each in told), strict=True))
+    off = f"off by {100 * (measured - predicted):+.1f}"
+    return f"predicted {predicted:.1%}, {least:.1%} to {most:.1%} at 5 % less or more time, {off}"
 
 
 def load_held(points: Mapping[float, float]) -> float | None:
