@@ -9,7 +9,7 @@ DEV := $(VENV)/.installed-dev
 BROWSER := tests/browser/node_modules/.installed
 TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
-BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-found-masks bench-shared-denoiser bench-two-workflows bench-twelve-workflows bench-workflows bench-written-workflow bench-adapter-wait bench-approximate-caching bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-controlnet-beside bench-workflow-node bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-quality simulate soak
+BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-found-masks bench-shared-denoiser bench-two-workflows bench-twelve-workflows bench-workflows bench-written-workflow bench-adapter-wait bench-approximate-caching bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-controlnet-beside bench-workflow-node bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-coordinator bench-quality simulate soak
 
 .DEFAULT_GOAL := help
 .PHONY: $(BENCHMARKS) help serve test test-ray test-slow test-latest test-browser fuzz lint types format wheel train-embedded train-edges train-segmenter train-unet gpu-run bench-playground calibrate profile clean
@@ -103,6 +103,7 @@ bench-block-plan: MODULE := benchmarks.micro.block_plan  ## A step whose pages c
 bench-cost-model: MODULE := benchmarks.micro.cost_model  ## How well the cost model predicts held-out batches
 bench-router-decision: MODULE := benchmarks.micro.router_decision  ## Time of a routing decision, and what the router costs
 bench-scheduler-scale: MODULE := benchmarks.micro.scheduler_scale  ## CPU time of an engine's loop with 16 to 256 ranks and up to 5,000 waiting requests; of the scheduling policy by ARGS="--policy default --ranks 64 --waiting 300"
+bench-coordinator: MODULE := benchmarks.micro.coordinator  ## CPU time of the scheduler with the default policy and of its messages, per node, with 16 to 256 ranks and 500 requests in flight
 bench-quality: MODULE := benchmarks.quality  ## SSIM and accuracy of mask-aware edits against exact ones, and what every knob does
 simulate: MODULE := benchmarks.simulation  ## Latency by routing policy on simulated fleets; ARGS="--paper neustream": goodput by scheduling policy; ARGS="--paper ddit": latency and device time of videos; ARGS="--paper lego": workflows that share models; ARGS="--models five": models that take turns in the memory of ranks; ARGS="--arena": the default scheduling policy against those before it
 soak: MODULE := benchmarks.soak  ## 20 minutes of mixed traffic with a fault every 30 s: requests, lost, wrong, restarts, memory slope; ARGS="--minutes 10 --single-deaths" kills single workers of one engine

@@ -8,13 +8,14 @@ copies of the files, which it takes for others.
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import msgspec
@@ -29,7 +30,7 @@ from benchmarks.serving.lego_prediction import Asked, LoadLine, Measured, Predic
 from benchmarks.serving.lego_profile import FLAGS, Known, base_of
 from benchmarks.serving.lone_run import LoneRun, crowding_of, means_by_op
 from benchmarks.serving.model_turns import loads_ended
-from benchmarks.serving.recorded import MONOLITHS, POOLS, read, read_loading
+from benchmarks.serving.recorded import MONOLITHS, POOLS, Batch, read, read_loading
 from benchmarks.serving.recorded_server import SETTLE_SECONDS, RecordedServer, recorded_server
 from benchmarks.simulation.compared import OURS, make
 from benchmarks.simulation.lego.arrivals import Arrivals
@@ -46,6 +47,11 @@ LONE_SECONDS = 600.0
 
 CROWD_LOAD, NUM_CROWDING = 1.2, 12
 """The load and the number of the requests that are sent to learn how much slower ranks are when all have work."""
+
+PACES = (1.0, 0.95, 1.05)
+"""What batches and loads take in predictions, as a multiple of what they took alone: all requests of a burst miss their
+objectives, or none, by a percent of it.
+"""
 
 
 class Cell(NamedTuple):
@@ -68,6 +74,7 @@ class Served(msgspec.Struct, frozen=True):
 
     in_time: float  # share
     predicted: float  # the same, in simulated time; nan: requests never ended there
+    predicted_range: tuple[float, float]  # least and most, at each of PACES
     num_requests: int
     num_wrong: int  # pictures that are not those of an idle server
     num_pictures: int
@@ -83,7 +90,8 @@ class Alone:
     """Requests one by one on a server of one rank that has everything. Seconds."""
 
     latency: Mapping[str, float]  # by workflow, median
-    overhead: Mapping[str, float]  # by workflow: what of that is in no batch, median
+    outside: Mapping[str, float]  # by workflow: of that, before the engine has it and after its last batch, medians
+    overhead: Mapping[str, float]  # by workflow: of the rest, what is in no batch, median: the price of nodes
     num_batches: Mapping[str, float]  # by workflow: of a request
     digests: Mapping[tuple[str, int], str]  # (workflow, seed) -> of the picture
     measured: Measured
@@ -176,7 +184,8 @@ class Bench:
         around = {name: run.surroundings for name, run in runs.items()}
         return Alone(
             latency={name: statistics.median(run.run.latencies) for name, run in runs.items()},
-            overhead={name: statistics.median(_outside_batches(run)) for name, run in runs.items()},
+            outside={name: around[name].prepare + around[name].deliver for name in runs},
+            overhead={name: statistics.median(_between_batches(run)) for name, run in runs.items()},
             num_batches={name: len(run.batches) / len(run.run.outcomes) for name, run in runs.items()},
             digests={
                 (name, seed): outcome.digest
@@ -224,7 +233,7 @@ class Bench:
         with self.server(policy, layout, self.num_ranks, *flags, pools=pools) as (recorded, warm_ups):
             for cell in cells:
                 sent = self.sent(cell, alone)
-                predicted = self._predict(known, alone, system.policy(pools), sent, warm_ups)
+                predicted = self._predict(known, alone, partial(system.policy, pools), sent, warm_ups)
                 served = self._serve(recorded, layout, alone, sent, predicted)
                 yield cell, served
                 if served.in_time < least:
@@ -235,10 +244,11 @@ class Bench:
         self,
         known: Known,
         alone: Alone,
-        policy: SchedulingPolicy,
+        policy: Callable[[], SchedulingPolicy],
         sent: Sequence[Sent],
         warm_ups: Sequence[EngineRequest],
-    ) -> Predicted | None:
+    ) -> list[Predicted]:
+        """At each of PACES; none: requests never end at one of them. policy: makes a new one."""
         heads = {head.model: head for head in warm_ups}
         asked = []
         for each in sent:
@@ -248,19 +258,12 @@ class Bench:
             asked.append(
                 Asked(msgspec.structs.replace(head, spec=spec), each.workflow, each.due, each.call.slo_ms / 1e3)
             )
+        size = {"num_ranks": self.num_ranks, "model_bytes": self.model_bytes}
         try:
-            return predict(
-                known,
-                alone.measured,
-                policy,
-                asked,
-                warm_ups,
-                num_ranks=self.num_ranks,
-                model_bytes=self.model_bytes,
-            )
+            return [predict(known, alone.measured, policy(), asked, warm_ups, **size, pace=pace) for pace in PACES]
         except AssertionError as error:
             print(f"no prediction: {error}")
-            return None
+            return []
 
     def _serve(
         self,
@@ -268,7 +271,7 @@ class Bench:
         layout: Layout,
         alone: Alone,
         sent: Sequence[Sent],
-        predicted: Predicted | None,
+        predicted: Sequence[Predicted],
     ) -> Served:
         before, started = read(recorded.path)[1][-1], time.monotonic()
         ended = asyncio.run(_send(recorded, layout, sent))
@@ -278,17 +281,19 @@ class Bench:
         wrong = [1 for each, outcome in pictures if outcome.digest != alone.digests[each.workflow, each.call.seed]]
         busy = sum(batch.seconds for batch in batches)
         last = max(batches, key=lambda batch: batch.engine_cpu, default=before)
+        shares = [each.share for each in predicted] or [math.nan]
         refused = Counter(str(each.refusal.status) if each.refusal else "0" for _, each in ended if each.is_failed)
         loads = [when for when, _, _ in loads_ended(read_loading(recorded.path)) if when >= started]
         return Served(
             in_time=sum(map(_is_in_time, (outcome for _, outcome in ended))) / len(sent),
-            predicted=statistics.fmean(predicted.in_time) if predicted else float("nan"),
+            predicted=shares[0],
+            predicted_range=(min(shares), max(shares)),
             num_requests=len(sent),
             num_wrong=len(wrong),
             num_pictures=len(pictures),
             ends=dict(refused),
             num_loads=len(loads),
-            predicted_loads=predicted.num_loads if predicted else -1,
+            predicted_loads=predicted[0].num_loads if predicted else -1,
             coordinator=(last.engine_cpu - before.engine_cpu) / busy,
             busy=busy / (self.num_ranks * seconds),
         )
@@ -331,14 +336,15 @@ def _work(run: LoneRun) -> float:
     return sum(run.run.latencies)
 
 
-def _outside_batches(run: LoneRun) -> Iterator[float]:
-    """The latency of each request without the seconds that its batches take."""
-    seconds: defaultdict[str, float] = defaultdict(float)
+def _between_batches(run: LoneRun) -> Iterator[float]:
+    """Of each request, the seconds from when its engine has it until its last batch ends that are in none of them."""
+    batches = defaultdict[str, list[Batch]](list)
     for batch in run.batches:
         for name in batch.requests:
-            seconds[name] += batch.seconds
-    for arrival, outcome in zip(run.arrivals, run.run.outcomes, strict=True):
-        yield outcome.latency - seconds[arrival.request.request_id]
+            batches[name].append(batch)
+    for arrival in run.arrivals:
+        mine = batches[arrival.request.request_id]
+        yield max(each.ended for each in mine) - arrival.now - sum(each.seconds for each in mine)
 
 
 # ---------------------------------------------------------------------------------------------------- systems

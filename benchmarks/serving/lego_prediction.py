@@ -52,14 +52,16 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 class WorkflowDurations(Durations):
-    """ranks: of the simulation; where one has a component, others load it at once."""
+    """ranks: of the simulation; where one has a component, others load it at once. pace: batches and loads take so many
+    times what was measured.
+    """
 
-    def __init__(self, known: Known, measured: Measured, ranks: ModelRanks, num_ranks: int) -> None:
+    def __init__(self, known: Known, measured: Measured, ranks: ModelRanks, num_ranks: int, pace: float = 1.0) -> None:
         self._bindings = Bindings(known.infos)
         self._predictor = Predictor(CostModel(), self._bindings)
         self._predictor.learn(known.samples)
         self._sizes = {each.key: each.nbytes for each in known.sizes}
-        self._measured, self._ranks, self._num_ranks = measured, ranks, num_ranks
+        self._measured, self._ranks, self._num_ranks, self._pace = measured, ranks, num_ranks, pace
         around = next(iter(measured.around.values()))
         self._trip, self._pause = around.trip, around.pause
 
@@ -71,7 +73,7 @@ class WorkflowDurations(Durations):
         keys, size = self._bindings.keys(batch.items[0].model, op.component), len(work.queries) // number
         one = self._predictor.op_seconds(keys, op, Work(work.queries[:size], work.keys[:size]), 1)
         every = self._predictor.op_seconds(keys, op, work, len(batch.ranks))
-        return sum(alone) * (every / (number * one) if one and every else 1.0)
+        return self._pace * sum(alone) * (every / (number * one) if one and every else 1.0)
 
     def crowded_seconds(self, batch: Batch, seconds: float, num_others: int) -> float:
         share = num_others / max(1, self._num_ranks - len(batch.ranks))
@@ -86,7 +88,7 @@ class WorkflowDurations(Durations):
     def load_seconds(self, key: ModelKey) -> float:
         is_shared = any(self._ranks.has(key, rank) for rank in range(self._num_ranks))
         line = self._measured.load
-        return line.seconds + (0.0 if is_shared else line.per_byte * self._sizes[key])
+        return self._pace * (line.seconds + (0.0 if is_shared else line.per_byte * self._sizes[key]))
 
     def load_slowness(self) -> float:
         return BESIDE_A_LOAD
@@ -109,6 +111,11 @@ class Predicted:
     in_time: list[bool]
     num_loads: int
 
+    @property
+    def share(self) -> float:
+        """Of the requests, those in time."""
+        return sum(self.in_time) / len(self.in_time)
+
 
 def predict(
     known: Known,
@@ -119,9 +126,10 @@ def predict(
     *,
     num_ranks: int,
     model_bytes: int,
+    pace: float = 1.0,
 ) -> Predicted:
-    """policy: a new one. warm_ups: served before, one by one. model_bytes: as for a server. Raises AssertionError where
-    requests never end.
+    """policy: a new one. warm_ups: served before, one by one. model_bytes: as for a server. pace: see
+    WorkflowDurations. Raises AssertionError where requests never end.
     """
     clock, sizes = Clock(), {each.key: each.nbytes for each in known.sizes}
     ranks = ModelRanks(num_ranks, known.infos, sizes, model_bytes, Poison(), 0.0, Random(0))
@@ -135,7 +143,7 @@ def predict(
     cores = Cores(clock, available_cores(), lambda: engine.clocks.num_busy(clock.now), ImageConfig().image_workers)
     outside = Outside(clock, cores, around, next(iter(around.values())).deliver, num_ranks)
     engine = SimulatedEngine(
-        clock, scheduler, WorkflowDurations(known, measured, ranks, num_ranks), outside.note, ranks
+        clock, scheduler, WorkflowDurations(known, measured, ranks, num_ranks, pace), outside.note, ranks
     )
     engine.step()
     clock.run()

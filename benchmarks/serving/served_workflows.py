@@ -91,7 +91,11 @@ def evaluate(
 
 
 def described(bench: Bench, alone: Alone) -> tuple[list[Row], dict[str, Value]]:
-    """Of workflows alone: a request, loads of its largest part and of all, and what it takes beside its batches."""
+    """Of workflows alone: a request, loads of its largest part and of all, and what it takes beside its batches.
+
+    Between them: what a request takes longer by nodes than as a whole, as section 7.5 compares. Before and after them a
+    server of whole workflows does the same: it reads the request, and writes its picture.
+    """
     rows, result, line = list[Row](), dict[str, Value](), alone.measured.load
     for name in bench.workflows:
         parts = bench.layouts[0].parts[name]
@@ -101,15 +105,16 @@ def described(bench: Bench, alone: Alone) -> tuple[list[Row], dict[str, Value]]:
             (
                 name,
                 f"{alone.latency[name] * 1e3:.0f} ms; load of its largest part {one * 1e3:.0f}, of all "
-                f"{every * 1e3:.0f} ms ({base / 1e6:.0f}, {whole / 1e6:.0f} MB); beside its "
-                f"{alone.num_batches[name]:.0f} batches {alone.overhead[name] * 1e3:.1f} ms",
+                f"{every * 1e3:.0f} ms ({base / 1e6:.0f}, {whole / 1e6:.0f} MB); between its "
+                f"{alone.num_batches[name]:.0f} batches {alone.overhead[name] * 1e3:.1f} ms, before and after "
+                f"{alone.outside[name] * 1e3:.1f} ms",
             )
         )
-        result |= {f"{name}_ms": alone.latency[name] * 1e3, f"{name}_outside_ms": alone.overhead[name] * 1e3}
+        result |= {f"{name}_ms": alone.latency[name] * 1e3, f"{name}_overhead_ms": alone.overhead[name] * 1e3}
         if name == f"{base_of(name)}-0":
             result |= {f"{name}_load_part_ms": one * 1e3, f"{name}_load_all_ms": every * 1e3}
     crowding = alone.measured.crowding
-    rows.append(("beside batches", f"at most {max(alone.overhead.values()) * 1e3:.1f} ms"))
+    rows.append(("overhead of nodes", f"at most {max(alone.overhead.values()) * 1e3:.1f} ms of a request"))
     rows.append(("all ranks at work", f"steps take {crowding.steps:.2f} times as long"))
     rows.append(("memory", f"{bench.model_bytes / 1e6:.0f} of {bench.layouts[0].distinct_bytes / 1e6:.0f} MB a rank"))
     return rows, result | {"crowding": crowding.steps, "model_bytes": bench.model_bytes}
@@ -128,7 +133,9 @@ def _figures(served: Served) -> dict[str, Value]:
         "busy": served.busy,
     }
     if not math.isnan(served.predicted):
-        figures |= {"predicted": served.predicted, "predicted_loads": served.predicted_loads}
+        least, most = served.predicted_range
+        figures |= {"predicted": served.predicted, "predicted_least": least, "predicted_most": most}
+        figures |= {"predicted_loads": served.predicted_loads}
     return figures
 
 
@@ -157,8 +164,13 @@ def compared(measured: Mapping[str, Mapping[float, Sequence[Served]]]) -> tuple[
 
 
 def _predicted(runs: Sequence[Served]) -> str:
-    off = [each.in_time - each.predicted for each in runs if not math.isnan(each.predicted)]
-    return f"predicted {fmean(each.predicted for each in runs):.1%}, off by {100 * fmean(off):+.1f}" if off else "-"
+    told = [each for each in runs if not math.isnan(each.predicted)]
+    if not told:
+        return "-"
+    predicted, measured = fmean(each.predicted for each in told), fmean(each.in_time for each in told)
+    least, most = (fmean(bounds) for bounds in zip(*(each.predicted_range for each in told), strict=True))
+    off = f"off by {100 * (measured - predicted):+.1f}"
+    return f"predicted {predicted:.1%}, {least:.1%} to {most:.1%} at 5 % less or more time, {off}"
 
 
 def load_held(points: Mapping[float, float]) -> float | None:

@@ -114,8 +114,7 @@ class StepScheduler:
         self.ranks = Ranks(num_workers, residency)
         self._plan_seqs = count()
         self._now = 0.0  # of the last pass
-        self.next_pass = inf
-        """When a pass is due although nothing may have come, monotonic seconds; inf: none is."""
+        self._asked_pass = inf  # when the policy has asked for a pass
         self._dispatcher = Dispatcher(self.cache, self.values, self.ranks, self._predictor.op_seconds, count())
         self._checkpoints = Checkpoints(self.values)
         parts = self._requests, self.values, self.cache
@@ -327,15 +326,21 @@ class StepScheduler:
         """The next plan; None when nothing can start before the next event. again: no event has come since the last
         call, so that the ranks which that one left without work need not be looked at again.
         """
+        self._in_flight.note_time(now)
         self._passed_over = self._passed_over if again else frozenset()
         if again and self._in_flight.has_busy and self._views.open_ranks <= self._passed_over:
             return None
         self._now = now
-        self.next_pass = self.next_pass if self.next_pass > now else inf
+        self._asked_pass = self._asked_pass if self._asked_pass > now else inf
         plan, is_freed = self._run_pass(now)
         while plan is None and is_freed:
             plan, is_freed = self._run_pass(now)
         return plan
+
+    @property
+    def next_pass(self) -> float:
+        """When a pass is due although nothing may have come, monotonic seconds; inf: none is."""
+        return min(self._asked_pass, self._views.next_open)
 
     def _run_pass(self, now: float) -> tuple[StepPlan | None, bool]:
         """(a plan, if there is anything to do; whether other requests may begin now, because some were given up or have
@@ -353,7 +358,7 @@ class StepScheduler:
         view = self._views.view(now, self._passed_over, self._loads.startable)
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now) if view.open_ranks else (), view)
         self._passed_over = chosen.passed_over(view, self._passed_over)
-        self.next_pass = min(self.next_pass, now + chosen.again_after)
+        self._asked_pass = min(self._asked_pass, now + chosen.again_after)
         self._note_sent(chosen.flights)
         self._endings.fail_each(chosen.given_up)
         chosen.transfers += self._checkpoints.transfers(chosen.ranks | view.idle_ranks)

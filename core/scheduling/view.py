@@ -272,6 +272,11 @@ class ViewMaker:
         """Ranks that may be given work."""
         return self._idle_ranks | self._nearly_idle_ranks
 
+    @property
+    def next_open(self) -> float:
+        """When the next rank may be given work although nothing has come, monotonic seconds; inf: none."""
+        return self.in_flight.next_nearly_idle if self._may_be_ahead else inf
+
     def view(
         self,
         now: float,
@@ -302,8 +307,8 @@ class ViewMaker:
 
     @property
     def _nearly_idle_ranks(self) -> frozenset[int]:
-        """Busy ranks that may be given work. They are nearly done, so that the round trip of a small step is hidden
-        behind their work, and new requests do not wait long.
+        """Busy ranks that may be given work. They are nearly done, so that the round trip of a step is hidden behind
+        their work, and new requests do not wait long.
         """
         return self.in_flight.nearly_idle_ranks if self._may_be_ahead else frozenset()
 

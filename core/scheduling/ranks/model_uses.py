@@ -6,9 +6,11 @@ A rank has a model if it has the components that make the model's steps: a text 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+
+import msgspec
 
 from core.costs.load_report import RankModel, RankModelState
 from core.graph.op import OPS
@@ -26,6 +28,14 @@ class _Use:
     load: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What was told last of a rank. state: what it depends on beside uses."""
+
+    state: Hashable
+    rows: dict[str, RankModel]  # by model
+
+
 class ModelUses:
     """One per scheduler, in its Ranks. Of models without adapters, whose uses are their model's."""
 
@@ -40,6 +50,8 @@ class ModelUses:
                 self._makers[key].append(name)
         self._uses: defaultdict[int, dict[str, _Use]] = defaultdict(dict)  # rank -> model -> its use there
         self.hits: Counter[str] = Counter()  # model -> on all ranks, since start
+        self._told: dict[int, _Told] = {}  # by rank
+        self._used: defaultdict[int, set[str]] = defaultdict(set)  # rank -> models used there since then
 
     def note_batch(self, flight: Flight, now: float) -> None:
         """Note a batch that is sent. A request's first step of a loop counts as a hit, on each of its ranks, not what
@@ -53,6 +65,7 @@ class ModelUses:
             begun[name] = begun.get(name, 0) + (item.version == 1)
         self.hits.update(begun)
         for rank in flight.batch.ranks:
+            self._used[rank].update(begun)
             for name, number in begun.items():
                 use = self._uses[rank].setdefault(name, _Use())
                 use.used = now
@@ -64,11 +77,23 @@ class ModelUses:
         """Model -> how often ranks have loaded it, since start."""
         return {name: max(map(self._residency.num_loads, steps), default=0) for name, steps in self._steps.items()}
 
-    def on(self, rank: int) -> Iterator[RankModel]:
+    def on(self, rank: int) -> Iterable[RankModel]:
         """The models that a rank has, loads or could not load, as they are served: in the same order each time."""
-        residency, uses = self._residency, self._uses[rank]
+        residency, told, used = self._residency, self._told.get(rank), self._used.pop(rank, ())
+        failed, refusals = frozenset(residency.failed_on(rank)), tuple(residency.quarantine.refusals)
+        state = residency.version_on(rank), failed, refusals
+        if told is None or told.state != state:
+            told = self._told[rank] = _Told(state, {each.model: each for each in self._rows(rank, failed)})
+        else:  # as most of the time: the rows of many ranks and models are much work
+            for name in told.rows.keys() & used:
+                use = self._use(rank, name)
+                told.rows[name] = msgspec.structs.replace(told.rows[name], hits=use.hits, used=use.used)
+        return told.rows.values()
+
+    def _rows(self, rank: int, failed: frozenset[ModelKey]) -> Iterator[RankModel]:
+        residency = self._residency
         held = {each.key: each.nbytes for each in residency.components(rank)}
-        awaited, failed = residency.awaited((rank,)), residency.failed_on(rank)
+        awaited = residency.awaited((rank,))
         names = {name for key in chain(held, awaited) if key in self._makers for name in self._makers[key]}
         if failed:
             names.update(name for name, keys in self._all.items() if not failed.isdisjoint(keys))
@@ -80,9 +105,15 @@ class ModelUses:
             state = self._state(name) if has else "loading" if is_loading else "quarantined"
             nbytes = sum([held.get(key, 0) for key in self._all[name]])
             loads = max([residency.num_loads(key, rank) for key in steps])
-            use = uses.get(name, _NO_USE)
-            hits = use.hits if use.hits and use.load == self._load(rank, name) else 0
-            yield RankModel(name, state, hits, loads, nbytes, use.used)
+            use = self._use(rank, name)
+            yield RankModel(name, state, use.hits, loads, nbytes, use.used)
+
+    def _use(self, rank: int, name: str) -> _Use:
+        """Of a model on a rank. Hits of an earlier load do not count."""
+        use = self._uses[rank].get(name, _NO_USE)
+        if use.hits and use.load != self._load(rank, name):
+            return _Use(use.used)
+        return use
 
     def _state(self, name: str) -> RankModelState:
         """Of a model that a rank has."""

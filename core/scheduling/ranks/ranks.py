@@ -61,14 +61,14 @@ class Ranks:
 
     def stats(self) -> tuple[RankStats, ...]:
         """Statistics of every rank, in order."""
-        facts = enumerate(zip(self._busy_seconds, self._deaths, strict=True))
+        facts, up = enumerate(zip(self._busy_seconds, self._deaths, strict=True)), frozenset(self.up)
         return tuple(
             RankStats(
                 self.residency.components(rank),
                 seconds,
                 deaths,
-                is_up=rank in self.up,
-                models=tuple(self.uses.on(rank)) if rank in self.up else (),
+                is_up=rank in up,
+                models=tuple(self.uses.on(rank)) if rank in up else (),
             )
             for rank, (seconds, deaths) in facts
         )

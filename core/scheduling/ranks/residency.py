@@ -52,6 +52,7 @@ class Residency:
         self._bindings = bindings
         self.budget = budget
         self.version = 0  # of what ranks have and load
+        self._versions = [0] * num_ranks  # by rank: the version with its last change
         self.has_outgrown = False  # whether a component was larger than predicted, so that its model may not fit
         self.quarantine = Quarantine()
         self._needs = {name: bindings.needs(name) for name in self.models}
@@ -232,8 +233,10 @@ class Residency:
             self._full.add(ranks)
 
     def _note_change(self, rank: int | None = None, keys: Iterable[ModelKey] = ()) -> None:
-        """Note that these components of a rank have changed."""
+        """Note that these components of a rank have changed; None: of any."""
         self.version += 1
+        for changed in range(len(self._versions)) if rank is None else (rank,):
+            self._versions[changed] = self.version
         self._is_complete = None
         self._missing.clear()
         self._all_there = None
@@ -321,6 +324,10 @@ class Residency:
     def components(self, rank: int) -> tuple[LoadedComponent, ...]:
         """The components that a rank has loaded."""
         return tuple(self._components_on(rank).values())
+
+    def version_on(self, rank: int) -> int:
+        """Changes whenever a rank begins to load, has loaded or has dropped components, or what it could not load."""
+        return self._versions[rank]
 
     def num_loads(self, key: ModelKey, rank: int | None = None) -> int:
         """How often a rank has loaded a component since the start; None: all ranks together."""

@@ -53,7 +53,8 @@ class Predictor:
         self._keys: dict[tuple[ModelKeys, str, int], CostKey] = {}  # (components, op, degree) -> key
         self._players_of: dict[CostKey, list[Player]] = {}  # see `players_of`
         self._seconds: dict[tuple[ModelKeys, str, Work], float] = {}  # see `batch_seconds`
-        self._made_of = 0  # the generation of these
+        self._degrees: dict[tuple[ModelKeys, str, int, int, int], tuple[int, float]] = {}  # see `_useful`
+        self._made_of = 0  # the generation of these two
 
     @property
     def generation(self) -> int:
@@ -82,6 +83,7 @@ class Predictor:
         """Forget what was known of classes that nobody names any more."""
         self._keys = {key: found for key, found in self._keys.items() if gone.isdisjoint(key[0].keys)}
         self._seconds = {key: found for key, found in self._seconds.items() if gone.isdisjoint(key[0].keys)}
+        self._degrees = {key: found for key, found in self._degrees.items() if gone.isdisjoint(key[0].keys)}
         self._players_of.clear()
         self.cost.forget(gone)
 
@@ -91,13 +93,17 @@ class Predictor:
 
     def batch_seconds(self, keys: ModelKeys, op: Op, work: Work) -> float:
         """Seconds of a batch on one rank. Kept for a while, because many requests need the same few."""
-        if self._made_of != self.generation:
-            self._made_of = self.generation
-            self._seconds.clear()
+        self._forget_old()
         seconds = self._seconds.get((keys, op.name, work)) or self.op_seconds(keys, op, work)
         if seconds:
             self._seconds[keys, op.name, work] = seconds
         return seconds
+
+    def _forget_old(self) -> None:
+        if self._made_of != self.generation:
+            self._made_of = self.generation
+            self._seconds.clear()
+            self._degrees.clear()
 
     def step_seconds(self, keys: ModelKeys, op: Op, work: Work, degree: int) -> float:
         """Seconds of a step of one request on this many ranks; 0 if unknown."""
@@ -190,24 +196,33 @@ class Predictor:
         if request.spec.is_mask_aware and not node.canvas:
             first = request.progress.scheduled[node.name]
             num_full = request.spec.num_full_steps(first, first + steps)
-        line = self._coefficients(request, node)
-        full, masked = extra_seconds(line, every, every), extra_seconds(line, active, every)
-        if self._most_ranks > 1 and steps:
-            full *= self._useful(request, node, every, every)[1]
-            masked *= self._useful(request, node, active, every)[1]
-        return request.spec.num_rows * (num_full * full + (steps - num_full) * masked)
+        line, seconds = self._coefficients(request, node), 0.0
+        for number, tokens in (num_full, every), (steps - num_full, active):
+            if number:
+                share = self._useful(request, node, tokens, every)[1] if self._most_ranks > 1 else 1.0
+                seconds += number * extra_seconds(line, tokens, every) * share
+        return request.spec.num_rows * seconds
 
     def _useful(self, request: Request, node: Node, queries: int, keys: int) -> tuple[int, float]:
-        """(number of ranks that are useful to a step, its time on so many as a share of its time on one)"""
-        if op_of(node).parallel == "none" or request.runs_on_one_rank:
+        """(number of ranks that are useful to a step, its time on so many as a share of its time on one). Kept for a
+        while, as statistics ask for all running requests.
+        """
+        op = op_of(node)
+        if op.parallel == "none" or request.runs_on_one_rank:
             return 1, 1.0
+        self._forget_old()
+        step = request.keys_of(node), op.name, queries, keys, request.spec.num_rows
+        if (kept := self._degrees.get(step)) is not None:
+            return kept
         work, seconds, degree = Work.of_pairs([(queries, keys)] * request.spec.num_rows), dict[int, float](), 1
-        keys_of, op = request.keys_of(node), op_of(node)
-        while degree <= self._most_ranks and (found := self.step_seconds(keys_of, op, work, degree)):
+        while degree <= self._most_ranks and (found := self.step_seconds(request.keys_of(node), op, work, degree)):
             seconds[degree] = found
             degree *= 2
-        useful = useful_degree(seconds) if seconds else 1
-        return useful, seconds[useful] / seconds[1] if seconds else 1.0
+        if not seconds:
+            return 1, 1.0
+        useful = useful_degree(seconds)
+        self._degrees[step] = useful, seconds[useful] / seconds[1]
+        return self._degrees[step]
 
     def _useful_degree(self, request: Request) -> int:
         """Ranks that are useful to a request's next steps."""

@@ -30,7 +30,7 @@ def asked(number: int, due: float, slo_seconds: float) -> Asked:
     return Asked(SITE.request(0, 0.0, workflow, "node"), workflow.base, due, slo_seconds)
 
 
-def in_time(every: list[Asked], gigabytes: float) -> tuple[list[bool], int]:
+def in_time(every: list[Asked], gigabytes: float, pace: float = 1.0) -> tuple[list[bool], int]:
     sizes = tuple(LoadedComponent(key, nbytes) for key, nbytes in SITE.sizes("node").items())
     ops = {(workflow.base, op): seconds for workflow in WORKFLOWS for op, seconds in SECONDS.items()}
     measured = Measured(ops, {each.base: AROUND for each in WORKFLOWS}, LOAD, Crowding(1.5, 0.0))
@@ -44,6 +44,7 @@ def in_time(every: list[Asked], gigabytes: float) -> tuple[list[bool], int]:
         warm_ups,
         num_ranks=1,
         model_bytes=round(gigabytes * 1e9),
+        pace=pace,
     )
     return predicted.in_time, predicted.num_loads
 
@@ -56,6 +57,13 @@ def alone_seconds() -> float:
 def test_a_lone_request_is_predicted_to_take_what_was_measured() -> None:
     exact = alone_seconds()
     assert in_time([asked(1, 0.0, exact + 0.01), asked(1, 100.0, exact - 0.01)], 60) == ([True, False], 0)
+
+
+def test_batches_and_loads_may_be_predicted_to_take_longer() -> None:
+    exact, load = alone_seconds() + 0.01, LOAD.per_byte * 1e9 * SITE.numbers.gigabytes["sd35l"]
+    every = [asked(0, 0.0, 50.0), asked(1, 100.0, 1.05 * (exact + load))]
+    assert in_time(every, 28, pace=1.04) == ([True, True], 1)
+    assert in_time(every, 28, pace=1.06) == ([True, False], 1)
 
 
 def test_loads_count_where_memory_is_short() -> None:

@@ -121,3 +121,20 @@ def test_a_model_whose_steps_others_make_is_loaded_once_with_all_it_has() -> Non
     uses = ModelUses(rig.residency)
     assert rows(uses)["d"] == RankModel("d", "resident", 0, 1, 4, 0.0)
     assert uses.loads()["d"] == 1
+
+
+def test_uses_and_states_are_told_anew_each_time() -> None:
+    """Although the rows are kept as long as nothing that they tell of has changed."""
+    rig = Rig("a", "b", ranks=2, set_size=1)
+    uses, keys = ModelUses(rig.residency), rig.bindings.keys("b", "transformer")
+    before = rows(uses)
+    assert all(now is before[name] for name, now in rows(uses).items())
+    step(rig, uses, "a", now=1.0)
+    assert [(each.hits, each.used) for each in uses.on(0)] == [(1, 1.0), (0, 0.0)]
+    assert [each.hits for each in uses.on(1)] == [0, 0]
+    for name in "xyz":
+        rig.residency.quarantine.note_death(keys, Suspects(frozenset(name), frozenset(name)), BROKEN, 0.0)
+    assert [each.state for each in uses.on(0)] == ["resident", "quarantined"]
+    rig.residency.quarantine.note_good_batch(keys, frozenset("xyz"), 1e6)
+    assert [each.state for each in uses.on(0)] == ["resident", "resident"]
+    assert [each.hits for each in uses.on(0)] == [1, 0]
