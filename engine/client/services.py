@@ -22,7 +22,7 @@ from engine.client.templates.template_registry import TemplateRegistry
 from engine.client.templates.template_store import TemplateStore
 from engine.images.image_pool import ImagePool
 from engine.observability.metrics import Metrics
-from engine.router.engine_backend import EngineBackend
+from engine.router.engine_backend import Cluster, EngineBackend
 from engine.router.local_backend import LocalBackend
 from engine.router.router import Router
 
@@ -67,7 +67,8 @@ class Services:
                 keeper="" if keeper is None else keeper.address,
                 launcher=address,
             )
-            router = Router(msgspec.structs.replace(config, engine=engine), _backend(engine, arena.shared), metrics)
+            backend, cluster = _backend(engine, arena.shared)
+            router = Router(msgspec.structs.replace(config, engine=engine), backend, metrics, cluster)
             return cls(
                 config=config,
                 metrics=metrics,
@@ -85,12 +86,13 @@ class Services:
             )
 
 
-def _backend(config: EngineConfig, arena: Arena) -> EngineBackend:
-    """What starts the engines. Raises ConfigError."""
+def _backend(config: EngineConfig, arena: Arena) -> tuple[EngineBackend, Cluster | None]:
+    """What starts the engines, and the cluster that their number follows. Raises ConfigError."""
     if config.data_parallel_backend == "mp":
-        return LocalBackend(arena)
+        return LocalBackend(arena), None
     try:
         from engine.cluster.ray_backend import RayBackend  # optional, and slow to import
     except ModuleNotFoundError as error:
         raise ConfigError("--data-parallel-backend ray needs Ray: pip install 'stencil-serve[ray]'") from error
-    return RayBackend(config, arena)
+    backend = RayBackend(config, arena)
+    return backend, backend if config.follows_cluster else None
