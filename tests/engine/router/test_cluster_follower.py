@@ -129,7 +129,8 @@ async def test_an_engine_of_a_machine_about_to_leave_does_what_it_has_and_gets_n
         assert router.engine_of("u") == 1 - leaving
         router.drop(DropTemplate("m", "0", ""))
         for engine in machines.engines:
-            engine.workers.resume()
+            engine.workers.is_hung = False
+            engine.workers._run()
         await calls.ended()
         assert not router.was_retried("s")
         assert "s" in machines.engines[leaving].workers.workers.denoised
@@ -167,6 +168,11 @@ async def test_an_engine_that_dies_starts_again_on_its_machine_while_that_is_the
 async def test_an_engine_that_differs_from_the_others_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    async def stop(engine: Engine, grace: float) -> None:
+        engine.kill()
+        await engine.wait()
+
+    monkeypatch.setattr(Engine, "stop", stop)
     machines = Machines(tmp_path, a=1)
     async with following(machines) as router:
         models = await router.ready()
