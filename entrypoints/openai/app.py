@@ -303,13 +303,13 @@ def _add_operator_routes(app: FastAPI, engine: AsyncEngine, owners: RequestOwner
     @app.get("/health", response_model=None)
     @app.head("/health", include_in_schema=False)
     async def health() -> Response:
-        """200 while the server process is alive, with each engine's state ("serving", "loading", "restarting" or
-        "gone"), its number of consecutive restarts and its number of live workers.
+        """200 while the server process is alive, with each engine's state ("serving", "loading", "restarting",
+        "draining" or "gone"), its number of consecutive restarts and its number of live workers.
         """
-        facts = zip(engine.replicas, engine.num_ranks, strict=True)
+        facts = zip(engine.engines, engine.replicas, engine.num_ranks, strict=True)
         engines = [
             {"index": index, "alive": state == "serving", "state": state, "restarts": restarts, "workers": workers}
-            for index, ((state, restarts), workers) in enumerate(facts)
+            for index, (state, restarts), workers in facts
         ]
         return _json({"status": _status(engine), "engines": engines})
 

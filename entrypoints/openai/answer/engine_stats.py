@@ -21,6 +21,8 @@ from core.handles import LoadedComponent
 from core.model_info import ModelInfo
 from engine.client.async_engine import AsyncEngine
 from engine.observability.engine_metrics import sum_by_key, sum_cache_stats
+from engine.router.engine_backend import MachineLink
+from engine.router.engine_replica import ReplicaState
 
 _LOAD_FIELDS = ("num_received", "num_running", "num_waiting", "base_seconds", "priming_seconds", "drain_seconds")
 _TOTAL_FIELDS = (
@@ -44,12 +46,14 @@ def engine_stats(engine: AsyncEngine, num_steps: int, shown: Callable[[str], str
         for stats, is_alive in zip(engine.stats, engine.alive, strict=True)
     ]
     known, models = [stats for stats in every if stats is not None], engine.models
+    places = zip(engine.engines, engine.replicas, engine.links, strict=True)
+    facts = zip(engine.alive, engine.loads, every, strict=True)
     return {
         "object": "engine.stats",
         "queue": _queue(engine),
         "engines": [
-            _engine(index, *facts, models) | _steps(engine, index, num_steps, shown)
-            for index, facts in enumerate(zip(engine.alive, engine.loads, every, strict=True))
+            _place(*place) | _engine(*each, models) | _steps(steps, num_steps, shown)
+            for place, each, steps in zip(places, facts, engine.recent_steps, strict=True)
         ],
         "totals": _totals(known),
         "cache": _cache(sum_cache_stats(stats.cache for stats in known)) if any(s.cache for s in known) else None,
@@ -67,11 +71,20 @@ def _queue(engine: AsyncEngine) -> dict[str, Any]:
     }
 
 
-def _engine(
-    index: int, alive: bool, load: LoadReport | None, stats: EngineStats | None, models: Mapping[str, ModelInfo]
-) -> dict[str, Any]:
+def _place(index: int, replica: tuple[ReplicaState, int], link: MachineLink | None) -> dict[str, Any]:
+    """The engine's number, and where it is; `machine` is null for the server's own, and while it is on none."""
     return {
         "index": index,
+        "state": replica[0],
+        "machine": None if link is None else link.machine,
+        "silent_seconds": None if link is None else round(link.silent_seconds, 1),
+    }
+
+
+def _engine(
+    alive: bool, load: LoadReport | None, stats: EngineStats | None, models: Mapping[str, ModelInfo]
+) -> dict[str, Any]:
+    return {
         "alive": alive,
         "load": None if load is None or not alive else {field: getattr(load, field) for field in _LOAD_FIELDS},
         "stage_seconds": None if stats is None else stats.op_seconds,
@@ -126,11 +139,11 @@ def _totals(known: Sequence[EngineStats]) -> dict[str, Any]:
     return totals | {"busy_seconds": sum_by_key(stats.busy_seconds for stats in known)}
 
 
-def _steps(engine: AsyncEngine, index: int, num_steps: int, shown: Callable[[str], str]) -> dict[str, Any]:
+def _steps(steps: Sequence[StepSample], num_steps: int, shown: Callable[[str], str]) -> dict[str, Any]:
     if not num_steps:
         return {}
     now = time.monotonic()
-    return {"recent_steps": [_step(sample, now, shown) for sample in engine.recent_steps[index][-num_steps:]]}
+    return {"recent_steps": [_step(sample, now, shown) for sample in steps[-num_steps:]]}
 
 
 def _step(sample: StepSample, now: float, shown: Callable[[str], str]) -> dict[str, Any]:
