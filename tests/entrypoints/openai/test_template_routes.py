@@ -17,6 +17,7 @@ from fake_engine import FakeEngine
 from core.costs.load_report import CacheStats, EngineStats, LoadReport, QuarantinedModel, RankModel, RankStats
 from core.handles import LoadedComponent, ModelKey
 from engine.client.resolve.mask_aware import ExactReason
+from engine.router.engine_backend import MachineLink
 from entrypoints.openai.app import ServerSettings, create_app
 
 KEY = {"authorization": "Bearer k"}
