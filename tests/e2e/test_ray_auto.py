@@ -33,10 +33,12 @@ def raylet_of(raylets: list[psutil.Process], machine: str) -> psutil.Process:
     return found
 
 
-async def test_the_number_of_engines_follows_the_cluster(tiny_checkpoint: Path, tmp_path: Path) -> None:
+async def test_the_number_of_engines_follows_the_cluster(
+    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     async with start(tiny_checkpoint) as engine:
         expected = await run_each(engine, EDITS)
-    with machines(tmp_path) as found:
+    with machines(tmp_path_factory.mktemp("r")) as found:
         ray = {"data_parallel_backend": "ray", "ray_address": found.address}
         async with start(tiny_checkpoint, 0, **ray) as engine:  # type: ignore[arg-type]
             await until(lambda: engine.alive == (True, True))
