@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -22,15 +20,23 @@ def machine_of(engine: AsyncEngine, number: int) -> str:
 
 
 def drain(address: str, machine: str) -> None:
-    """As an autoscaler does before it ends a machine."""
-    why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
-    command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "drain-node", "--address", address]
-    subprocess.run([*command, "--node-id", machine, *why], check=True, timeout=60)
+    """As an autoscaler, or `ray drain-node`, before a machine ends."""
+    from ray._raylet import GcsClient
+    from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
+
+    is_accepted, why = GcsClient(address=address).drain_node(machine, DRAIN_NODE_REASON_PREEMPTION, "a test", 0)
+    assert is_accepted, why
 
 
 def raylet_of(raylets: list[psutil.Process], machine: str) -> psutil.Process:
-    (found,) = [each for each in raylets if each.is_running() and machine in " ".join(each.cmdline())]
+    living = [each for each in raylets if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    (found,) = [each for each in living if machine in " ".join(each.cmdline())]
     return found
+
+
+def is_working(engine: AsyncEngine) -> bool:
+    """Whether all engines run edits."""
+    return all(load is not None and load.num_running for load in engine.loads)
 
 
 async def test_the_number_of_engines_follows_the_cluster(
@@ -48,12 +54,16 @@ async def test_the_number_of_engines_follows_the_cluster(
             assert [link and link.machine for link in engine.links] == ["127.0.0.1"] * 3
 
             tasks = await begin(engine, EDITS)
+            await until(lambda: is_working(engine))
             await asyncio.to_thread(drain, found.address, machine_of(engine, 1))
+            await until(lambda: engine.replicas[1][0] == "draining")
+            assert engine.alive == (True, False, True)
             await until(lambda: engine.engines == (0, 2))
             assert await ends(tasks) == expected
             assert (count(engine, "request_retries"), engine.is_ready) == (0, True)
 
             tasks = await begin(engine, EDITS)
+            await until(lambda: is_working(engine))
             raylet_of(found.raylets, machine_of(engine, 0)).kill()
             await until(lambda: engine.engines == (2,))
             assert await ends(tasks) == expected
