@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-PlacedState = Literal["starting", "served", "draining", "gone"]
-"""Of an engine. starting: it has not served yet. served: it has, and may be restarting now. draining: it gets no more
-requests. gone: it was given up."""
+PlacedState = Literal["waiting", "starting", "served", "draining", "gone"]
+"""Of an engine. waiting: what it would have of its machine, others have. starting: it has not served yet. served: it
+has, and may be restarting now. draining: it gets no more requests. gone: it was given up."""
 
 
 class Machine(NamedTuple):
@@ -40,12 +40,12 @@ def changes(machines: Mapping[str, Machine], engines: Mapping[int, Placed], most
     Engines of a machine that is about to leave end after their requests, those of one that has left at once. A start
     measures costs, which other engines of the machine read: until one has served, only one starts there; until any has,
     only one starts at all, since a model that cannot be served is the same everywhere. A machine on which an engine was
-    given up gets no other.
+    given up, or waits, gets no other.
     """
     drain, leave = [], []
     for number, engine in engines.items():
         machine = machines.get(engine.machine)
-        is_done = engine.is_idle if engine.state == "draining" else engine.state in ("starting", "gone")
+        is_done = engine.is_idle if engine.state == "draining" else engine.state != "served"
         if machine is None or (is_done and (machine.is_draining or engine.state == "draining")):
             leave.append(number)
         elif machine.is_draining and engine.state == "served":
@@ -56,7 +56,8 @@ def changes(machines: Mapping[str, Machine], engines: Mapping[int, Placed], most
     start: list[str] = []
     for key, machine in machines.items():
         here = [engine.state for engine in staying.values() if engine.machine == key]
-        number = 0 if machine.is_draining or "gone" in here else machine.room - len(here)
+        is_closed = machine.is_draining or "gone" in here or "waiting" in here
+        number = 0 if is_closed else machine.room - len(here)
         if "served" not in here:
             number = min(number, 1 - here.count("starting"))
         if not is_proven:

@@ -179,6 +179,11 @@ class EngineClient:
         return not self._waiters
 
     @property
+    def is_placed(self) -> bool:
+        """Whether a machine had room for it."""
+        return self._engine is not None and self._engine.placed is not None
+
+    @property
     def link(self) -> MachineLink | None:
         """See StartedEngine."""
         return None if self._engine is None else self._engine.link

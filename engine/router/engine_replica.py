@@ -31,6 +31,9 @@ logger = logging.getLogger("stencil.router")
 PROVEN_SECONDS = 60.0
 """An engine that has served for this long starts again with 0 restarts in a row."""
 
+PLACE_SECONDS = 10.0
+"""An engine that no machine had room for after this long waits until others give room back."""
+
 ReplicaState = Literal["loading", "serving", "restarting", "draining", "gone"]
 """loading: first start. restarting: died, and is starting again or waiting to. draining: its machine leaves, so it ends
 once it has done what it has. gone: given up."""
@@ -80,7 +83,7 @@ class EngineReplica:
         self._watcher = watcher
         # That it has to serve; None: it says which it does.
         self._models: dict[str, ModelInfo] | None = None if like is None else like._models
-        self._started = 0.0  # when it was started last
+        self._started = time.monotonic()  # or when it was made, before
         self._start_seconds = config.start_seconds  # time limit of its next start
         self._restarts = Restarts()
         self._late_drops: list[DropTemplate] = []  # to be sent when it is ready
@@ -208,6 +211,11 @@ class EngineReplica:
     def is_idle(self) -> bool:
         """Whether nobody waits for it."""
         return self._client.is_idle
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether its machine has had no room for it for a while."""
+        return not self._client.is_placed and time.monotonic() - self._started > PLACE_SECONDS
 
     @property
     def link(self) -> MachineLink | None:

@@ -606,12 +606,13 @@ class Router:
         return rank
 
     async def _run_added(self, replica: EngineReplica) -> None:
+        if self._stopping.is_set():
+            return replica.give_up(EngineDeadError("the engine was not started"))
         try:
             replica.start()
         except StencilError as error:
-            replica.give_up(error)
-        else:
-            await replica.run()
+            return replica.give_up(error)
+        await replica.run()
 
     def drain_engine(self, number: int) -> None:
         """See PlacedEngines."""
@@ -639,4 +640,6 @@ def _placed_state(replica: EngineReplica) -> PlacedState:
         return "gone"
     if replica.is_draining:
         return "draining"
-    return "served" if replica.has_served else "starting"
+    if replica.has_served:
+        return "served"
+    return "waiting" if replica.waits_for_room else "starting"

@@ -26,6 +26,10 @@ NONE = Changes((), (), ())
         ({0: SERVED, 1: OF_B, 2: OF_B, 5: OF_B}, ""),
         ({0: GONE, 1: OF_B, 2: OF_B}, "b"),
         ({0: SERVED, 1: Placed("b", "gone")}, ""),
+        ({0: Placed("a", "waiting")}, "b"),  # for what other programs have
+        ({0: Placed("a", "waiting"), 1: Placed("b", "starting")}, ""),
+        ({0: Placed("a", "waiting"), 1: OF_B}, "bb"),
+        ({0: SERVED, 1: Placed("b", "waiting")}, ""),
     ],
 )
 def test_machines_get_the_engines_that_they_have_room_for(engines: dict[int, Placed], start: str) -> None:
@@ -46,6 +50,7 @@ def test_there_are_no_more_engines_than_may_be() -> None:
         (DRAINING, NONE),
         (Placed("c", "draining", is_idle=True), Changes((), (), (7,))),
         (Placed("c", "starting"), Changes((), (), (7,))),
+        (Placed("c", "waiting"), Changes((), (), (7,))),
         (Placed("c", "gone"), Changes((), (), (7,))),
     ],
 )
@@ -59,7 +64,7 @@ def test_a_machine_that_stays_after_all_gets_engines_again() -> None:
     assert changes(stays, {0: SERVED, 7: Placed("c", "draining", is_idle=True)}, 256) == Changes(("c",), (), (7,))
 
 
-@pytest.mark.parametrize("state", ["starting", "served", "draining", "gone"])
+@pytest.mark.parametrize("state", ["waiting", "starting", "served", "draining", "gone"])
 def test_engines_of_a_machine_that_has_left_end_at_once(state: str) -> None:
     lost = Placed("c", state)  # type: ignore[arg-type]
     assert changes({"a": A}, {0: SERVED, 7: lost}, 256) == Changes((), (), (7,))

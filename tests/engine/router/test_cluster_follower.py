@@ -19,7 +19,7 @@ from core.errors import ConfigError, EngineDeadError, EngineError, StencilError
 from core.messages.engine import DropTemplate
 from core.routing.placement import Machine
 from engine.observability.metrics import Metrics
-from engine.router import cluster_follower
+from engine.router import cluster_follower, engine_replica
 from engine.router.router import Router
 
 AUTO = EngineConfig(
@@ -36,6 +36,7 @@ class Machines(Backend):
         self.started: list[str] = []  # machine of each engine
         self.error: StencilError | None = None
         self.broken = False  # nothing can be started
+        self.silent = False  # what is started never serves
 
     async def machines(self) -> dict[str, Machine]:
         if self.error is not None:
@@ -46,7 +47,7 @@ class Machines(Backend):
         if self.broken:
             raise ConfigError("there is no model")
         self.started.append(config.machine)
-        return super().start(config, epoch, socket)
+        return super().start(config, epoch + self.silent, socket)
 
     def drain(self, name: str) -> None:
         self.there[name] = self.there[name]._replace(is_draining=True)
@@ -183,6 +184,23 @@ async def test_an_engine_that_differs_from_the_others_is_refused(
         await until(lambda: len(machines.started) == 2)
         await until(lambda: router.replicas[1][1] > 0)
         assert (router.alive, router.replicas[1][0]) == ([True, False], "loading")
+
+
+async def test_a_machine_whose_room_others_have_keeps_no_engine_from_starting_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_replica, "PLACE_SECONDS", 0.1)
+    monkeypatch.setattr(Engine, "placed", None)
+    machines = Machines(tmp_path, a=1, b=1)
+    machines.silent = True
+    async with following(machines) as router:
+        await until(lambda: machines.started == ["a"])
+        machines.silent = False
+        await router.ready()
+        assert machines.started == ["a", "b"]
+        assert router.alive == [False, True]
+        del machines.there["a"]
+        await until(lambda: router.engines == [1])
 
 
 async def test_a_cluster_without_room_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
