@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from workflow_texts import SOUND
 
-from core.config import AdapterConfig, CacheConfig, EngineConfig, StencilConfig
+from core.config import AdapterConfig, CacheConfig, EngineConfig, ModelConfig, StencilConfig
 from core.errors import ConfigError, WorkflowError
 from entrypoints.model_paths import check_model
 from entrypoints.serve import with_workflows
@@ -128,6 +128,11 @@ def test_numbers_of_engines_that_cannot_be(flags: str, said: str, capsys: pytest
     with pytest.raises(SystemExit):
         parse_options(flags.split())
     assert said in capsys.readouterr().err
+
+
+def test_engines_that_follow_a_cluster_are_all_alike() -> None:
+    with pytest.raises(ConfigError, match="all engines have all models; leave `engines` out"):
+        EngineConfig(data_parallel_size=0, data_parallel_backend="ray", engines={0: (ModelConfig().name,)})
 
 
 def test_all_engines_may_be_local_with_mp() -> None:
