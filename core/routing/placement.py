@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-PlacedState = Literal["waiting", "starting", "served", "draining", "gone"]
+PlaceState = Literal["waiting", "starting", "served", "draining", "gone"]
 """Of an engine. waiting: what it would have of its machine, others have. starting: it has not served yet. served: it
 has, and may be restarting now. draining: it gets no more requests. gone: it was given up."""
 
@@ -18,11 +18,11 @@ class Machine(NamedTuple):
     is_draining: bool = False  # it is about to leave
 
 
-class Placed(NamedTuple):
+class EnginePlace(NamedTuple):
     """An engine on a machine."""
 
     machine: str  # its id
-    state: PlacedState
+    state: PlaceState
     is_idle: bool = False  # nobody waits for it
 
 
@@ -34,7 +34,7 @@ class Changes(NamedTuple):
     leave: tuple[int, ...]  # numbers of engines that end now
 
 
-def changes(machines: Mapping[str, Machine], engines: Mapping[int, Placed], most: int) -> Changes:
+def changes(machines: Mapping[str, Machine], engines: Mapping[int, EnginePlace], most: int) -> Changes:
     """Compare engines with machines. machines: by id. engines: by number. most: engines that there may be at once.
 
     Engines of a machine that is about to leave end after their requests, those of one that has left at once. A start

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from core.errors import EngineError
 from core.ipc.logs import of_request
-from core.routing.placement import Machine, Placed, changes
+from core.routing.placement import EnginePlace, Machine, changes
 from engine.router.engine_backend import Cluster
 
 logger = logging.getLogger("stencil.router")
@@ -25,7 +25,7 @@ LOOK_SECONDS = 1.0
 class PlacedEngines(Protocol):
     """The engines; implemented by `engine.router.router.Router`. Nothing waits."""
 
-    def placed(self) -> Mapping[int, Placed]:
+    def placed(self) -> Mapping[int, EnginePlace]:
         """All but those that end, by number."""
 
     @property

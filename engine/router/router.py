@@ -41,7 +41,7 @@ from core.model_info import ModelInfo
 from core.patches import PatchSet
 from core.routing.admission import Outlook
 from core.routing.fleet import Fleet
-from core.routing.placement import Placed, PlacedState
+from core.routing.placement import EnginePlace, PlaceState
 from core.routing.policies import make_policy, outlook, work_seconds
 from core.routing.request_shape import RequestShape
 from core.scheduling.reports.reporter import MAX_RECENT_STEPS
@@ -586,9 +586,9 @@ class Router:
 
     # ---------------------------------------------------------------------------------- engines of a cluster
 
-    def placed(self) -> dict[int, Placed]:
+    def placed(self) -> dict[int, EnginePlace]:
         """See PlacedEngines."""
-        return {each.rank: Placed(each.machine, _placed_state(each), each.is_idle) for each in self._staying()}
+        return {each.rank: EnginePlace(each.machine, _placed_state(each), each.is_idle) for each in self._staying()}
 
     @property
     def room(self) -> int:
@@ -635,7 +635,7 @@ class Router:
         logger.info("engine %d has ended: %s", number, why, extra=of_request(""))
 
 
-def _placed_state(replica: EngineReplica) -> PlacedState:
+def _placed_state(replica: EngineReplica) -> PlaceState:
     if replica.error is not None:
         return "gone"
     if replica.is_draining:
