@@ -42,15 +42,13 @@ def changes(machines: Mapping[str, Machine], engines: Mapping[int, EnginePlace],
     only one starts at all, since a model that cannot be served is the same everywhere. A machine on which an engine was
     given up, or waits, gets no other.
     """
-    drain, leave = [], []
-    for number, engine in engines.items():
-        machine = machines.get(engine.machine)
-        is_done = engine.is_idle if engine.state == "draining" else engine.state != "served"
-        if machine is None or (is_done and (machine.is_draining or engine.state == "draining")):
-            leave.append(number)
-        elif machine.is_draining and engine.state == "served":
-            drain.append(number)
+    leave = tuple(number for number, engine in engines.items() if _ends(engine, machines.get(engine.machine)))
     staying = {number: engine for number, engine in engines.items() if number not in leave}
+    drain = (
+        number
+        for number, engine in staying.items()
+        if machines[engine.machine].is_draining and engine.state == "served"
+    )
     free = most - len(engines)
     is_proven = any(engine.state in ("served", "draining") for engine in engines.values())
     start: list[str] = []
@@ -63,4 +61,13 @@ def changes(machines: Mapping[str, Machine], engines: Mapping[int, EnginePlace],
         if not is_proven:
             number = min(number, 1 - sum(engine.state == "starting" for engine in staying.values()) - len(start))
         start += [key] * max(0, min(number, free - len(start)))
-    return Changes(tuple(start), tuple(drain), tuple(leave))
+    return Changes(tuple(start), tuple(drain), leave)
+
+
+def _ends(engine: EnginePlace, machine: Machine | None) -> bool:
+    """Whether an engine ends now. machine: its own; None: it has left."""
+    if machine is None:
+        return True
+    if engine.state == "draining":
+        return engine.is_idle
+    return machine.is_draining and engine.state != "served"
