@@ -346,7 +346,7 @@ def _status(engine: AsyncEngine) -> str:
     if not engine.models:
         return "loading"
     is_whole = all(number == engine.config.engine.workers_per_engine for number in engine.num_ranks)
-    return "ok" if is_whole else "degraded"
+    return "ok" if engine.num_ranks and is_whole else "degraded"  # a cluster may have lost all machines
 
 
 def _model_object(engine: AsyncEngine, name: str, created: int) -> dict[str, Any]:

@@ -87,11 +87,11 @@ class FakeEngine:
         self.loads: tuple[LoadReport | None, ...] = (None, None)
         self.stats: tuple[EngineStats | None, ...] = (None, None)
         self.recent_steps: tuple[tuple[StepSample, ...], ...] = ((), ())
-        self.engines = (0, 1)
+        self.engines: tuple[int, ...] = (0, 1)
         self.links: tuple[MachineLink | None, ...] = (None, None)
         self.alive = (True, True)
         self.replicas: tuple[tuple[str, int], ...] = (("serving", 0), ("serving", 0))
-        self.num_ranks = (1, 1)
+        self.num_ranks: tuple[int, ...] = (1, 1)
         self.num_requests_running = 2
         self.num_requests_waiting = 1
 

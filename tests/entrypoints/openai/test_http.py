@@ -139,6 +139,8 @@ async def test_health_says_which_engines_serve(client: httpx.AsyncClient, engine
         {"index": 4, "alive": False, "state": "restarting", "restarts": 2, "workers": 0},
     ]
     assert response.json() == {"status": "degraded", "engines": engines}
+    engine.engines, engine.replicas, engine.num_ranks = (), (), ()
+    assert (await client.get("/health")).json() == {"status": "degraded", "engines": []}
     engine.models = {}
     assert (await client.get("/health")).json()["status"] == "loading"
 
