@@ -21,8 +21,6 @@ from core.handles import LoadedComponent
 from core.model_info import ModelInfo
 from engine.client.async_engine import AsyncEngine
 from engine.observability.engine_metrics import sum_by_key, sum_cache_stats
-from engine.router.engine_backend import MachineLink
-from engine.router.engine_replica import ReplicaState
 
 _LOAD_FIELDS = ("num_received", "num_running", "num_waiting", "base_seconds", "priming_seconds", "drain_seconds")
 _TOTAL_FIELDS = (
@@ -71,14 +69,12 @@ def _queue(engine: AsyncEngine) -> dict[str, Any]:
     }
 
 
-def _place(index: int, replica: tuple[ReplicaState, int], link: MachineLink | None) -> dict[str, Any]:
-    """The engine's number, and where it is; `machine` is null for the server's own, and while it is on none."""
-    return {
-        "index": index,
-        "state": replica[0],
-        "machine": None if link is None else link.machine,
-        "silent_seconds": None if link is None else round(link.silent_seconds, 1),
-    }
+def _place(index: int, replica: tuple[str, int], link: tuple[str, float] | None) -> dict[str, Any]:
+    """The engine's number, and where it is; `machine` is null for the server's own, and while it is on none. replica:
+    state and restarts. link: machine, and seconds since it was heard."""
+    state, _ = replica
+    machine, silent_seconds = (None, None) if link is None else (link[0], round(link[1], 1))
+    return {"index": index, "state": state, "machine": machine, "silent_seconds": silent_seconds}
 
 
 def _engine(
