@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
@@ -67,7 +68,8 @@ class Services:
                 keeper="" if keeper is None else keeper.address,
                 launcher=address,
             )
-            backend, cluster = _backend(engine, arena.shared)
+            backend = _backend(engine, arena.shared)
+            cluster = cast(Cluster, backend) if engine.follows_cluster else None  # RayBackend is one
             router = Router(msgspec.structs.replace(config, engine=engine), backend, metrics, cluster)
             return cls(
                 config=config,
@@ -86,13 +88,12 @@ class Services:
             )
 
 
-def _backend(config: EngineConfig, arena: Arena) -> tuple[EngineBackend, Cluster | None]:
-    """What starts the engines, and the cluster that their number follows. Raises ConfigError."""
+def _backend(config: EngineConfig, arena: Arena) -> EngineBackend:
+    """What starts the engines. Raises ConfigError."""
     if config.data_parallel_backend == "mp":
-        return LocalBackend(arena), None
+        return LocalBackend(arena)
     try:
         from engine.cluster.ray_backend import RayBackend  # optional, and slow to import
     except ModuleNotFoundError as error:
         raise ConfigError("--data-parallel-backend ray needs Ray: pip install 'stencil-serve[ray]'") from error
-    backend = RayBackend(config, arena)
-    return backend, backend if config.follows_cluster else None
+    return RayBackend(config, arena)
