@@ -67,8 +67,8 @@ class RayHost:
 
     def _make_group(self) -> None:
         self._bundle = bundle_of(self._config, has_gpus=self._has_gpus())
-        where = [{"ray.io/node-id": self._config.machine}] if self._config.machine else []
-        self._group = placement_group([self._bundle], strategy="STRICT_PACK", bundle_label_selector=where)
+        where = {"ray.io/node-id": self._config.machine} if self._config.machine else {}
+        self._group = placement_group([self._bundle], strategy="STRICT_PACK", bundle_label_selector=[where])
         if self._has_ended:
             self._remove()
 
