@@ -10,7 +10,9 @@ ENV PIP_NO_CACHE_DIR=1 \
 FROM base AS requirements
 WORKDIR /requirements
 COPY pyproject.toml constraints.txt ./
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > all.txt \
+# EXTRAS: of the package that are installed too, such as "ray".
+ARG EXTRAS=
+RUN python -c "import sys, tomllib; read = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*read['dependencies'], *(each for extra in sys.argv[1].split() for each in read['optional-dependencies'][extra]), sep='\n')" "${EXTRAS}" > all.txt \
     && grep '^torch==' constraints.txt > torch.txt \
     && grep -v '^torch[<>=]' all.txt > other.txt
 

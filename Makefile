@@ -27,7 +27,7 @@ test-slow: $(DEV)  ## Run the tests that take minutes each: a GPU machine's run 
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
 test-ray: $(DEV)  ## Run the tests with a Ray cluster of two machines, in a network namespace with loopback alone
-	unshare --net --map-root-user sh -c 'ip link set lo up && exec $(BIN)/python -m pytest -q -m ray tests/e2e/test_ray.py $(ARGS)'
+	unshare --net --map-root-user sh -c 'ip link set lo up && exec $(BIN)/python -m pytest -q -m ray tests/e2e/test_ray.py tests/e2e/test_ray_auto.py $(ARGS)'
 
 test-latest:  ## Run the tests with the newest releases that pyproject.toml allows, in .venv-latest: once a week
 	rm -rf $(LATEST)

@@ -51,6 +51,9 @@ NO_SEGMENTER = "none"
 MAX_CACHE_BYTES = 2**46
 """Largest address space of a process."""
 
+MAX_ENGINES = 256
+"""Most engines of a server."""
+
 
 class AdapterConfig(msgspec.Struct, frozen=True):
     """A LoRA adapter."""
@@ -270,7 +273,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The engines: their models, scheduler and workers; or one of them, see `of_engine`. Set by flags. Raises
     ConfigError for several workers with a single GPU, for models whose names are not unique, or that ask for different
-    devices or threads, and for `engines` that do not exist, or leave a model out.
+    devices or threads, for `engines` that do not exist, or leave a model out, and for numbers of engines that their
+    backend cannot have.
     """
 
     # Parts.
@@ -280,10 +284,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     # Processes.
     workers_per_engine: int = 1
-    data_parallel_size: int = 1  # engines
+    data_parallel_size: int = 1  # engines; 0: as many as the cluster has room for
     data_parallel_backend: DataParallelBackend = "mp"  # what starts them: processes of this machine, or a Ray cluster
     data_parallel_size_local: int = 0  # with Ray: the first so many are processes of this machine all the same
     ray_address: str = "auto"  # of the cluster, see `ray.init`
+    machine: str = ""  # id of the machine that this engine is on, given by the cluster; "": any that has room
     data_parallel_rank: int = 0  # number of this engine among them; set by the process that starts it
     # Set for engines of other machines, which see no GPUs but their own: how many engines share the machine's cores.
     # None: it is of the API server's machine.
@@ -306,10 +311,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         conform(self)
         check_integer("workers_per_engine", self.workers_per_engine, 1, 64)
-        check_integer("data_parallel_size", self.data_parallel_size, 1, 256)
-        check_integer("data_parallel_size_local", self.data_parallel_size_local, 0, 256)
+        check_integer("data_parallel_size", self.data_parallel_size, 0, MAX_ENGINES)
+        check_integer("data_parallel_size_local", self.data_parallel_size_local, 0, MAX_ENGINES)
         check_matches("ray_address", self.ray_address, r"auto|[^/\s]+:[0-9]{1,5}", "auto or HOST:PORT")
-        check_integer("data_parallel_rank", self.data_parallel_rank, 0, self.data_parallel_size - 1)
+        self._check_sizes()
+        check_integer("data_parallel_rank", self.data_parallel_rank, 0, self.most_engines - 1)
         for name in ("drain_seconds", "hang_seconds", "start_seconds"):
             check_decimal(name, getattr(self, name), 0)
         if self.scheduler.degree > self.workers_per_engine:
@@ -329,6 +335,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"{numbered.partition(':')[0]}, or one engine with one worker"
             )
 
+    def _check_sizes(self) -> None:
+        """Raises ConfigError for numbers of engines that their backend cannot have."""
+        local, size = self.data_parallel_size_local, self.data_parallel_size
+        if self.follows_cluster and self.data_parallel_backend != "ray":
+            raise ConfigError("--data-parallel-size auto follows a Ray cluster; give --data-parallel-backend ray")
+        if self.follows_cluster and local:
+            raise ConfigError("--data-parallel-size auto places all engines; leave --data-parallel-size-local out")
+        if self.follows_cluster and self.engines:
+            raise ConfigError(
+                "engines: with --data-parallel-size auto all engines have all models; leave `engines` out"
+            )
+        if local > size:
+            raise ConfigError(f"--data-parallel-size-local {local} is more than --data-parallel-size {size}")
+        if self.data_parallel_backend == "mp" and local not in (0, size):
+            raise ConfigError(
+                f"--data-parallel-size-local {local}: without --data-parallel-backend ray all {size} engines are on "
+                "this machine"
+            )
+
     def _check_engines(self) -> None:
         """Raises ConfigError for engines and models that do not exist, and for a model that no engine has."""
         names = [model.name for model in self.models]
@@ -342,7 +367,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"engines: {number}: it has no model; name one, or leave the engine out: it has all")
             if unknown := next((name for name in listed if name not in names), None):
                 raise ConfigError(f"engines: {number}: there is no model {unknown}; there are {', '.join(names)}")
-        had = {model.name for rank in range(self.data_parallel_size) for model in self.models_of(rank)}
+        had = {model.name for rank in range(self.most_engines) for model in self.models_of(rank)}
         if without := next((name for name in names if name not in had), None):
             raise ConfigError(f"engines: no engine has the model {without}; add it to one of them")
 
@@ -363,10 +388,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, models=self.models_of(rank), engines={}, data_parallel_rank=rank)
 
     @property
+    def follows_cluster(self) -> bool:
+        """Whether there are as many engines as the cluster has room for."""
+        return not self.data_parallel_size
+
+    @property
+    def most_engines(self) -> int:
+        """Engines, or the most that there may be at once; they are numbered from 0."""
+        return self.data_parallel_size or MAX_ENGINES
+
+    @property
     def num_local(self) -> int:
         """Engines that are processes of the API server's machine."""
-        is_local = self.data_parallel_backend == "mp"
-        return self.data_parallel_size if is_local else min(self.data_parallel_size_local, self.data_parallel_size)
+        return self.data_parallel_size if self.data_parallel_backend == "mp" else self.data_parallel_size_local
 
     @property
     def num_workers(self) -> int:

@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Callable
 
-from core.config import MAX_CACHE_BYTES, AdapterConfig
+from core.config import MAX_CACHE_BYTES, MAX_ENGINES, AdapterConfig
 from core.errors import ConfigError
 from core.paths import expanded
 from entrypoints.hosts import normal_host
@@ -22,6 +22,11 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def engine_count(text: str) -> int:
+    """A number of engines, or 0 for "auto"."""
+    return 0 if text == "auto" else whole_number(1, MAX_ENGINES)(text)
 
 
 def byte_count(text: str) -> int:

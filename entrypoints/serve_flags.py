@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from core.config import (
+    MAX_ENGINES,
     CacheConfig,
     EngineConfig,
     ImageConfig,
@@ -25,6 +26,7 @@ from entrypoints.flag_types import (
     byte_count,
     decimal,
     device,
+    engine_count,
     host,
     http_url,
     keyframes,
@@ -393,9 +395,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "--data-parallel-size",
             EngineConfig,
             "number of engines, each with its own model, cache and workers, between which edits are distributed; they "
-            "share the CPU cores, or take one GPU per worker",
-            "N",
-            bounds=(1, 256),
+            "share the CPU cores, or take one GPU per worker; auto: as many as a Ray cluster has room for",
+            "N|auto",
+            convert=engine_count,
         ),
         Flag(
             "--data-parallel-backend",
@@ -407,7 +409,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             EngineConfig,
             "with --data-parallel-backend ray: engines that are on the server's machine all the same",
             "N",
-            bounds=(0, 256),
+            bounds=(0, MAX_ENGINES),
         ),
         Flag(
             "--ray-address",

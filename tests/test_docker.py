@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -86,19 +87,21 @@ def test_the_base_image_has_a_python_that_the_project_supports() -> None:
     assert f"Programming Language :: Python :: {minor}" in PROJECT["project"]["classifiers"]
 
 
-def test_torch_is_told_apart_from_all_other_requirements(tmp_path: Path) -> None:
+@pytest.mark.parametrize("extra", ["", "ray"])
+def test_torch_is_told_apart_from_all_other_requirements(tmp_path: Path, extra: str) -> None:
     """Runs the Dockerfile's own command."""
     (split,) = [run for run in find("RUN") if "tomllib" in run.arguments]
     command = split.arguments.replace("python -c", f"{sys.executable} -c", 1)
     for name in ("pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    subprocess.run(["sh", "-c", command], cwd=tmp_path, check=True)
+    subprocess.run(["sh", "-c", command], cwd=tmp_path, env=os.environ | {"EXTRAS": extra}, check=True)
     torch, other = ((tmp_path / name).read_text().splitlines() for name in ("torch.txt", "other.txt"))
     (pin,) = torch
-    (wanted,) = set(PROJECT["project"]["dependencies"]) - set(other)
+    extras = PROJECT["project"]["optional-dependencies"].get(extra, [])
+    (wanted,) = {*PROJECT["project"]["dependencies"], *extras} - set(other)
     assert re.split("[<>=]", wanted)[0] == "torch"
     assert pin.removeprefix("torch==") in SpecifierSet(wanted.removeprefix("torch"))
-    assert set(other) < set(PROJECT["project"]["dependencies"])
+    assert set(other) < {*PROJECT["project"]["dependencies"], *extras}
 
 
 def test_all_that_is_installed_is_pinned() -> None:

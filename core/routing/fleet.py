@@ -124,6 +124,7 @@ class Fleet:
         # Added to an engine's cost: 0, or infinity if it is no candidate: dead, or without a rank that lives.
         self.death: Vector = np.zeros(num_engines)
         self._lost: set[int] = set()  # engines that are dead
+        self._closed: set[int] = set()  # engines that end once they have done what they have
         # Model -> engine -> until when it refuses it, seconds.
         self._refused: dict[str, dict[int, float]] = {}
         self.num_alive = num_engines
@@ -175,7 +176,7 @@ class Fleet:
         """Update an engine's state from its report. Reports of dead engines are ignored."""
         if engine in self._lost:
             return
-        self._set_death(engine, is_dead=not report.num_ranks)
+        self._set_death(engine, is_dead=not report.num_ranks or engine in self._closed)
         self._note_refused(engine, report.refused)
         if report.costs is not None:
             self.costs.observe(report.costs)
@@ -243,9 +244,15 @@ class Fleet:
         self.held_seconds[engine] = 0.0
         self._stale.add(engine)
 
+    def close(self, engine: int) -> None:
+        """Mark an engine as one that ends once it has done what it has: it is no candidate any more."""
+        self._closed.add(engine)
+        self._set_death(engine, is_dead=True)
+
     def restore(self, engine: int) -> None:
-        """Mark a restarted engine as alive and empty."""
+        """Mark an engine that has started, for the first time or again, as alive and empty."""
         self._lost.discard(engine)
+        self._closed.discard(engine)
         self._set_death(engine, is_dead=False)
 
     def has_lost(self, engine: int) -> bool:

@@ -49,6 +49,7 @@ from engine.client.templates.result_templates import ResultTemplates
 from engine.client.templates.template_store import RegisteredTemplate, TemplateStore
 from engine.client.upload import KeptUpload, Upload
 from engine.observability.metrics import Metrics
+from engine.router.engine_backend import MachineLink
 from engine.router.engine_replica import ReplicaState
 
 logger = logging.getLogger("stencil.engine")
@@ -107,7 +108,7 @@ class AsyncEngine:
         router = self.services.router
         models = await router.ready()
         adapters = [model.name for model in models.values() if model.parent]
-        self.metrics.expect(models.keys() - set(adapters), self.config.engine.data_parallel_size)
+        self.metrics.expect(models.keys() - set(adapters), self.config.engine.data_parallel_size)  # 0: the router does
         self.metrics.name_adapters(adapters)
         self._served.set(models, msgspec.structs.replace(self.config.engine, cache=router.cache))
 
@@ -390,6 +391,16 @@ class AsyncEngine:
     @property
     def is_ready(self) -> bool:
         return bool(self.models) and self.services.router.is_ready and not self.is_closing
+
+    @property
+    def engines(self) -> tuple[int, ...]:
+        """The numbers of the engines; what follows has an entry for each of them."""
+        return tuple(self.services.router.engines)
+
+    @property
+    def links(self) -> tuple[MachineLink | None, ...]:
+        """The way to each engine; None: it is of this machine, or of none yet."""
+        return tuple(self.services.router.links)
 
     @property
     def alive(self) -> tuple[bool, ...]:

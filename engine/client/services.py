@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
@@ -22,7 +23,7 @@ from engine.client.templates.template_registry import TemplateRegistry
 from engine.client.templates.template_store import TemplateStore
 from engine.images.image_pool import ImagePool
 from engine.observability.metrics import Metrics
-from engine.router.engine_backend import EngineBackend
+from engine.router.engine_backend import Cluster, EngineBackend
 from engine.router.local_backend import LocalBackend
 from engine.router.router import Router
 
@@ -67,7 +68,9 @@ class Services:
                 keeper="" if keeper is None else keeper.address,
                 launcher=address,
             )
-            router = Router(msgspec.structs.replace(config, engine=engine), _backend(engine, arena.shared), metrics)
+            backend = _backend(engine, arena.shared)
+            cluster = cast(Cluster, backend) if engine.follows_cluster else None  # RayBackend is one
+            router = Router(msgspec.structs.replace(config, engine=engine), backend, metrics, cluster)
             return cls(
                 config=config,
                 metrics=metrics,

@@ -11,10 +11,14 @@ import asyncio
 
 import ray
 import zmq.asyncio
+from ray.exceptions import RayError
 
 from core.config import EngineConfig
+from core.errors import EngineError
 from core.ipc.shared_array import Arena
-from engine.cluster.ray_cluster import join, restore_signal_handlers
+from core.routing.placement import Machine
+from engine.cluster.engine_bundle import bundle_of
+from engine.cluster.ray_cluster import draining_nodes, join, machines_of, nodes_of_cluster, restore_signal_handlers
 from engine.cluster.ray_host import RayHost, retrieve
 from engine.cluster.remote_backend import RemoteBackend
 from engine.router.engine_backend import StartedEngine
@@ -26,16 +30,36 @@ class RayBackend:
 
     def __init__(self, config: EngineConfig, arena: Arena) -> None:
         """Joins the cluster with the first engine that is started there."""
+        self._config = config
         self._address = config.ray_address
         self._num_local = config.num_local
         self._local = LocalBackend(arena)
-        self._remote = RemoteBackend(arena, lambda config: RayHost(config, self._join))
+        self._remote = RemoteBackend(arena, lambda config: RayHost(config, self._join, self._has_gpus))
         self._joining: asyncio.Task[None] | None = None
+        self._gpus_seen: bool | None = None
 
     def start(self, config: EngineConfig, epoch: int, socket: zmq.asyncio.Socket) -> StartedEngine:
         """See EngineBackend."""
         backend = self._local if config.data_parallel_rank < self._num_local else self._remote
         return backend.start(config, epoch, socket)
+
+    async def machines(self) -> dict[str, Machine]:
+        """See Cluster."""
+        await self._join()
+        try:
+            return await asyncio.to_thread(self._machines)
+        except (RayError, RuntimeError) as error:
+            raise EngineError(f"{type(error).__name__}: {error}") from error
+
+    def _machines(self) -> dict[str, Machine]:
+        bundle = bundle_of(self._config, has_gpus=self._has_gpus())
+        return machines_of(nodes_of_cluster(), draining_nodes(), bundle)
+
+    def _has_gpus(self) -> bool:
+        """Whether the cluster had any GPU when this was first asked: engines are all alike."""
+        if self._gpus_seen is None:
+            self._gpus_seen = any(node["Resources"].get("GPU") for node in nodes_of_cluster() if node["Alive"])
+        return self._gpus_seen
 
     async def close(self) -> None:
         """Leave the cluster, which ends what is still there of this process."""

@@ -7,15 +7,17 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import ray
+from ray._private.state import state  # Ray says this nowhere else
 from ray.exceptions import RayError
 
 from core.errors import ConfigError
+from core.routing.placement import Machine
 
 NAMESPACE, LOOPBACK = "stencil", "127.0.0.1"
 
@@ -98,3 +100,25 @@ def nodes_of_cluster() -> list[dict[str, Any]]:
     """What Ray knows of the cluster's machines."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return nodes
+
+
+def machines_of(
+    nodes: Iterable[Mapping[str, Any]], draining: Collection[str], bundle: Mapping[str, float]
+) -> dict[str, Machine]:
+    """The living ones of these machines, by id. draining: ids of those that Ray is told will end. bundle: what an
+    engine asks of a machine, which has room for as many as could have it, whatever others take of it now.
+    """
+    return {
+        node["NodeID"]: Machine(
+            str(node["NodeManagerAddress"]),
+            min(int(node["Resources"].get(name, 0) // number) for name, number in bundle.items()),
+            node["NodeID"] in draining,
+        )
+        for node in nodes
+        if node["Alive"]
+    }
+
+
+def draining_nodes() -> Collection[str]:
+    """Ids of the machines that Ray is told will end: by an autoscaler, or `ray drain-node`."""
+    return set(state.get_draining_nodes())

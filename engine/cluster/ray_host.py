@@ -21,7 +21,6 @@ from core.ipc.logs import of_request
 from engine.cluster.engine_bundle import bundle_of
 from engine.cluster.host_actor import HostActor
 from engine.cluster.host_config import HostAddress, HostConfig
-from engine.cluster.ray_cluster import nodes_of_cluster
 from engine.cluster.release import source_digest
 
 logger = logging.getLogger("stencil.router")
@@ -33,10 +32,10 @@ TELL_SECONDS = 10.0
 class RayHost:
     """See `engine.cluster.remote_backend.Host`."""
 
-    def __init__(self, config: EngineConfig, join: Callable[[], Awaitable[None]]) -> None:
-        """join: makes this process a client of the cluster."""
+    def __init__(self, config: EngineConfig, join: Callable[[], Awaitable[None]], has_gpus: Callable[[], bool]) -> None:
+        """join: makes this process a client of the cluster. has_gpus: whether the cluster has any, asked after that."""
         self.placed: float | None = None
-        self._join = join
+        self._join, self._has_gpus = join, has_gpus
         self._config = config
         self._name = f"stencil-engine-{config.data_parallel_rank}"
         self._bundle: dict[str, float] = {}
@@ -67,10 +66,9 @@ class RayHost:
         await asyncio.shield(self._calling)
 
     def _make_group(self) -> None:
-        self._bundle = bundle_of(
-            self._config, has_gpus=any(node["Resources"].get("GPU") for node in nodes_of_cluster())
-        )
-        self._group = placement_group([self._bundle], strategy="STRICT_PACK")
+        self._bundle = bundle_of(self._config, has_gpus=self._has_gpus())
+        where = {"ray.io/node-id": self._config.machine} if self._config.machine else {}
+        self._group = placement_group([self._bundle], strategy="STRICT_PACK", bundle_label_selector=[where])
         if self._has_ended:
             self._remove()
 

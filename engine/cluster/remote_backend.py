@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
@@ -21,6 +22,7 @@ from engine.cluster.curve import IO_THREADS, CurveKeys, connect
 from engine.cluster.host_config import HostAddress, HostConfig
 from engine.cluster.link import Frames
 from engine.cluster.server_courier import ServerCourier
+from engine.router.engine_backend import MachineLink
 
 logger = logging.getLogger("stencil.router")
 
@@ -72,6 +74,8 @@ class RemoteEngine:
         self._arena = arena
         self._near = near
         self._why = ""
+        self._address = ""  # of its machine, once its host has started
+        self._heard = 0.0  # when anything came from there last, seconds of CLOCK_MONOTONIC
         self._killed = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name="remote-engine")
 
@@ -79,6 +83,11 @@ class RemoteEngine:
     def placed(self) -> float | None:
         """See StartedEngine."""
         return self._host.placed
+
+    @property
+    def link(self) -> MachineLink | None:
+        """See StartedEngine."""
+        return MachineLink(self._address, time.monotonic() - self._heard) if self._address else None
 
     async def wait(self) -> object:
         """See StartedEngine."""
@@ -126,6 +135,7 @@ class RemoteEngine:
 
     async def _serve(self) -> None:
         address = await self._host.start(self._config)
+        self._address, self._heard = address.address, time.monotonic()
         with zmq.asyncio.Context(IO_THREADS) as context:
             where = f"tcp://{address.address}:{address.port}"
             links = {name: connect(context, where, self._keys, address.key, name) for name in LINKS}
@@ -156,6 +166,7 @@ class RemoteEngine:
     async def _receive(self, name: bytes, socket: zmq.asyncio.Socket, courier: ServerCourier) -> None:
         while True:
             frames = await socket.recv_multipart()
+            self._heard = time.monotonic()
             try:
                 courier.receive(name, frames)
             except MessageError as error:  # outputs are lost, so it cannot go on

@@ -75,7 +75,7 @@ _CACHE_TIER_LEVELS = {
 
 
 class EngineMetrics:
-    """Collectors that are set from load reports. Call `expect` first."""
+    """Collectors that are set from load reports. Call `expect_engine` first."""
 
     def __init__(self, registry: MetricRegistry) -> None:
         self._stats: dict[int, EngineStats] = {}  # engine -> the last one it sent
@@ -139,13 +139,18 @@ class EngineMetrics:
             field: registry.gauge(f"cache_{field}", text, "tier") for field, text in _CACHE_TIER_LEVELS.items()
         }
 
-    def expect(self, num_engines: int) -> None:
-        """Create the series of engines 0..num_engines - 1, before any report."""
-        for engine in range(num_engines):
-            for collector in (self._alive, self._restarts, self._rank_restarts, *self._load_gauges()):
-                collector.labels(str(engine))
-            for stage in _OP_NAMES:
-                self._busy_seconds.labels(str(engine), stage)
+    def expect_engine(self, engine: int) -> None:
+        """Create the series of an engine, before any report."""
+        for collector in (self._alive, self._restarts, self._rank_restarts, *self._load_gauges()):
+            collector.labels(str(engine))
+        for stage in _OP_NAMES:
+            self._busy_seconds.labels(str(engine), stage)
+
+    def forget_engine(self, engine: int) -> None:
+        """Remove the gauges of an engine that has left; its counters are kept."""
+        self.observe_lost(engine)
+        for gauge in (self._alive, *self._load_gauges()):
+            gauge.remove(str(engine))
 
     def expect_model(self, name: str) -> None:
         """Create the series of a model, before any report."""

@@ -138,8 +138,16 @@ class Metrics:
                 self._cache_results.labels(model, result)
             self._engines.expect_model(model)
         for engine in range(num_engines):
-            self._routed.labels(str(engine))
-        self._engines.expect(num_engines)
+            self.expect_engine(engine)
+
+    def expect_engine(self, engine: int) -> None:
+        """Create the series of one engine."""
+        self._routed.labels(str(engine))
+        self._engines.expect_engine(engine)
+
+    def forget_engine(self, engine: int) -> None:
+        """Remove what tells of the present of an engine that has left; what it has done is kept."""
+        self._engines.forget_engine(engine)
 
     def watch_queue(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
         """Export these as queue gauges, read at each scrape. waiting: includes images queued inside the scheduler."""

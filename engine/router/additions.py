@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import TypeVar
 
 import msgspec
@@ -26,9 +26,9 @@ A = TypeVar("A", LoadAdapter, LoadWorkflow)
 
 
 class Additions:
-    """replicas: all engines."""
+    """replicas: all engines, a view that changes as they do."""
 
-    def __init__(self, replicas: Sequence[EngineReplica]) -> None:
+    def __init__(self, replicas: Collection[EngineReplica]) -> None:
         self._replicas = replicas
         self._made: dict[Removal, Addition] = {}  # what undoes it -> how to make it again
 
@@ -77,8 +77,12 @@ class Additions:
                 self._make_again(replica, load)
 
     def _having(self, what: Addition | Removal) -> list[EngineReplica]:
-        """The engines that it is for: those with its model, if it is of one."""
-        return [replica for replica in self._replicas if not what.model or what.model in replica.model_names]
+        """The engines that it is for: those with its model, if it is of one, that get requests."""
+        return [
+            replica
+            for replica in self._replicas
+            if not replica.is_draining and (not what.model or what.model in replica.model_names)
+        ]
 
     async def _ask_all(self, load: A) -> dict[EngineReplica, RequestOutput]:
         """Engine -> its answer, of those that are up."""

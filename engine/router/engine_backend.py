@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 import zmq.asyncio
 
 from core.config import EngineConfig
+from core.routing.placement import Machine
+
+
+class MachineLink(NamedTuple):
+    """The way to an engine of another machine."""
+
+    machine: str  # its address
+    silent_seconds: float  # since anything was heard of it
 
 
 class StartedEngine(Protocol):
@@ -17,6 +26,10 @@ class StartedEngine(Protocol):
     @property
     def placed(self) -> float | None:
         """When a machine had room for it, seconds of CLOCK_MONOTONIC; None: none has yet."""
+
+    @property
+    def link(self) -> MachineLink | None:
+        """The way to it; None: it is of this machine, or of none yet."""
 
     async def wait(self) -> object:
         """Wait until it is gone. Any number of tasks may wait."""
@@ -45,3 +58,11 @@ class EngineBackend(Protocol):
 
     async def close(self) -> None:
         """Let go of what it starts engines with, once all are gone."""
+
+
+class Cluster(Protocol):
+    """Machines that engines are started on, whose number changes."""
+
+    async def machines(self) -> Mapping[str, Machine]:
+        """Those that are there now, by id. Raises ConfigError if there is no such cluster, EngineError while it gives
+        no answer."""

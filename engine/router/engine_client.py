@@ -50,7 +50,7 @@ from core.messages.envelope import Envelopes
 from core.messages.worker import Addition, Removal
 from core.model_info import ModelInfo
 from engine.engine_core.watchdog import SilenceWatch
-from engine.router.engine_backend import EngineBackend, StartedEngine
+from engine.router.engine_backend import EngineBackend, MachineLink, StartedEngine
 
 logger = logging.getLogger("stencil.engine")
 
@@ -172,6 +172,26 @@ class EngineClient:
     @property
     def is_ready(self) -> bool:
         return self._ready.done() and self.error is None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for it."""
+        return not self._waiters
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether a machine had room for it."""
+        return self._engine is not None and self._engine.placed is not None
+
+    @property
+    def link(self) -> MachineLink | None:
+        """See StartedEngine."""
+        return None if self._engine is None else self._engine.link
+
+    def leave(self, why: str) -> None:
+        """End an engine whose machine leaves, at once; as after a death, its requests can go on elsewhere."""
+        if self.error is None and not self._killed_for:
+            self._kill(why)
 
     async def stop(self) -> None:
         """Abort all requests and end the engine. One that has failed is already exiting."""

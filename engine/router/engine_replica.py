@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from core.config import EngineConfig
+from core.config import CacheConfig, EngineConfig
 from core.costs.load_report import EngineStats, LoadReport
 from core.errors import ConfigError, EngineDeadError, StencilError
 from core.ipc.logs import of_request
@@ -23,7 +23,7 @@ from core.messages.engine import DropTemplate, EngineRequest, PrimeTemplate, Use
 from core.messages.worker import Addition, Removal
 from core.model_info import ModelInfo
 from core.restarts import MAX_RESTARTS, Restarts, restart_limit
-from engine.router.engine_backend import EngineBackend
+from engine.router.engine_backend import EngineBackend, MachineLink
 from engine.router.engine_client import EngineClient, Waiter
 
 logger = logging.getLogger("stencil.router")
@@ -31,8 +31,12 @@ logger = logging.getLogger("stencil.router")
 PROVEN_SECONDS = 60.0
 """An engine that has served for this long starts again with 0 restarts in a row."""
 
-ReplicaState = Literal["loading", "serving", "restarting", "gone"]
-"""loading: first start. restarting: died, and is starting again or waiting to. gone: given up."""
+PLACE_SECONDS = 10.0
+"""An engine that no machine had room for after this long waits until others give room back."""
+
+ReplicaState = Literal["loading", "serving", "restarting", "draining", "gone"]
+"""loading: first start. restarting: died, and is starting again or waiting to. draining: its machine leaves, so it ends
+once it has done what it has. gone: given up."""
 
 
 class ReplicaWatcher(Protocol):
@@ -57,16 +61,29 @@ class ReplicaWatcher(Protocol):
 class EngineReplica:
     """Called in this order: start, ready, submit and abort, stop, close. The owner runs `run` as a task."""
 
-    def __init__(self, config: EngineConfig, backend: EngineBackend, watcher: ReplicaWatcher) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        backend: EngineBackend,
+        watcher: ReplicaWatcher,
+        like: EngineReplica | None = None,
+    ) -> None:
+        """like: an engine that has served already, and that this one has to be like."""
         self.rank = config.data_parallel_rank
+        self.machine = config.machine
         self.model_names = tuple(model.name for model in config.models)  # that it serves, without adapters
         self.error: StencilError | None = None  # why it was given up; None while it is not
-        self.cache = config.cache  # after the first start, with the measured device memory
-        self._config = config
+        self.has_served = False  # since it was made
+        self.is_draining = False  # its machine leaves: it gets no more requests
+        self.is_leaving = False  # it ends for good, since its machine leaves or has left
+        # After the first start, with the measured device memory.
+        self.cache: CacheConfig = config.cache if like is None else like.cache
+        self._config = msgspec.structs.replace(config, cache=self.cache)
         self._backend = backend
         self._watcher = watcher
-        self._models: dict[str, ModelInfo] | None = None  # served since its first start; None before
-        self._started = 0.0  # when it was started last
+        # That it has to serve; None: it says which it does.
+        self._models: dict[str, ModelInfo] | None = None if like is None else like._models
+        self._started = time.monotonic()  # or when it was made, before
         self._start_seconds = config.start_seconds  # time limit of its next start
         self._restarts = Restarts()
         self._late_drops: list[DropTemplate] = []  # to be sent when it is ready
@@ -107,7 +124,7 @@ class EngineReplica:
         return client.error
 
     def _may_restart(self) -> bool:
-        """Whether to restart: not if it never was ready or keeps dying, as it would fail again."""
+        """Whether to restart: not if no such engine ever was ready or it keeps dying, as it would fail again."""
         may_restart = self._restarts.may_restart(time.monotonic(), PROVEN_SECONDS)
         return may_restart and not self._stopping.is_set() and self._models is not None
 
@@ -132,16 +149,20 @@ class EngineReplica:
 
     def _on_ready(self, models: dict[str, ModelInfo], device_page_bytes: int) -> None:
         if self._models is not None and models != self._models:
-            self._client.fail(ConfigError("the engine no longer serves its models in the same way"))
+            what = "no longer serves its models in the same way"
+            if not self.has_served:
+                what = "does not serve the same models in the same way as others; give all of them one device type"
+            self._client.fail(ConfigError(f"the engine {what}"))
             return
         now = time.monotonic()
         self._restarts.note_up(now)
-        if self._models is None:
+        if not self.has_served:
             self._start_seconds = restart_limit(now - self._started, self._start_seconds)
+        if self._models is None:
             # Measured only once: a restart must not change whether a picture's pages fit.
             self.cache = msgspec.structs.replace(self.cache, device_bytes=device_page_bytes)
             self._config = msgspec.structs.replace(self._config, cache=self.cache)
-        self._models = models
+        self._models, self.has_served = models, True
         while self._late_drops:
             self._client.drop(self._late_drops.pop())
         self._watcher.on_up(self.rank)
@@ -170,11 +191,36 @@ class EngineReplica:
         self._stopping.set()
         await self._client.stop()
 
+    async def leave(self, why: str) -> None:
+        """End the engine for good, because its machine leaves; what it still has goes on elsewhere, as after a
+        death."""
+        self.is_leaving = True
+        self._stopping.set()
+        if self._client.is_idle:
+            await self._client.stop()
+        else:
+            self._client.leave(why)
+
     async def close(self) -> None:
         """Kill the engine if it still runs, fail all requests and close the socket."""
         self._stopping.set()
         await self._client.close()
         self.give_up(EngineDeadError("the engine has stopped"))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for it."""
+        return self._client.is_idle
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether its machine has had no room for it for a while."""
+        return not self._client.is_placed and time.monotonic() - self._started > PLACE_SECONDS
+
+    @property
+    def link(self) -> MachineLink | None:
+        """The way to it; None: it is of this machine, or of none yet."""
+        return self._client.link
 
     @property
     def num_restarts(self) -> int:
@@ -190,9 +236,11 @@ class EngineReplica:
     def state(self) -> ReplicaState:
         if self.error is not None:
             return "gone"
+        if self.is_draining:
+            return "draining"
         if self.is_alive:
             return "serving"
-        return "loading" if self._models is None else "restarting"
+        return "restarting" if self.has_served else "loading"
 
     # ---------------------------------------------------------------------------------- messages
 

@@ -24,6 +24,7 @@ class LocalEngine:
     def __init__(self, process: ChildProcess, folder: Path) -> None:
         """folder: with the socket; the process removes it when it has connected."""
         self.placed = time.monotonic()
+        self.link = None
         self._process = process
         self._folder = folder
 

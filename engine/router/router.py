@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -41,12 +41,14 @@ from core.model_info import ModelInfo
 from core.patches import PatchSet
 from core.routing.admission import Outlook
 from core.routing.fleet import Fleet
+from core.routing.placement import EnginePlace, PlaceState
 from core.routing.policies import make_policy, outlook, work_seconds
 from core.routing.request_shape import RequestShape
 from core.scheduling.reports.reporter import MAX_RECENT_STEPS
 from engine.observability.metrics import Metrics
 from engine.router.additions import Additions
-from engine.router.engine_backend import EngineBackend
+from engine.router.cluster_follower import ClusterFollower
+from engine.router.engine_backend import Cluster, EngineBackend, MachineLink
 from engine.router.engine_client import RequestOutput, Waiter
 from engine.router.engine_replica import EngineReplica, ReplicaState
 
@@ -93,41 +95,69 @@ class RoutedRequest:
             self.message = msgspec.structs.replace(message, spec=spec)
 
 
+@dataclass(slots=True)
+class _Reported:
+    """What an engine has told. load, stats: last; None: nothing yet, or it has died since."""
+
+    load: LoadReport | None = None
+    stats: EngineStats | None = None
+    steps: deque[StepSample] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_STEPS))
+
+
 class Router:
     """Called in this order: start, ready, submit and abort, stop, close. The owner runs `run` as a task."""
 
-    def __init__(self, config: StencilConfig, backend: EngineBackend, metrics: Metrics) -> None:
-        size = config.engine.data_parallel_size
-        self.loads: list[LoadReport | None] = [None] * size  # by engine
-        self.stats: list[EngineStats | None] = [None] * size
-        self.recent_steps = tuple(deque[StepSample](maxlen=MAX_RECENT_STEPS) for _ in range(size))
-        self._backend = backend
-        self._replicas = [EngineReplica(config.engine.of_engine(rank), backend, self) for rank in range(size)]
-        self.additions = Additions(self._replicas)
+    def __init__(
+        self, config: StencilConfig, backend: EngineBackend, metrics: Metrics, cluster: Cluster | None = None
+    ) -> None:
+        """cluster: whose machines have as many engines as they have room for, if their number follows it."""
+        size = config.engine.most_engines
+        self._config, self._backend, self._cluster = config.engine, backend, cluster
+        ranks = range(size if cluster is None else 0)
+        self._replicas = {rank: EngineReplica(config.engine.of_engine(rank), backend, self) for rank in ranks}
+        self._reported = {rank: _Reported() for rank in ranks}  # by engine, as those above
+        self._runs: dict[int, asyncio.Task[None]] = {}  # engine that was added -> the task that runs it
+        self._like: EngineReplica | None = None  # the first that served, which those that are added have to be like
+        self.additions = Additions(self._replicas.values())
         self._models: dict[str, ModelInfo] = {}
         self._names = [model.name for model in config.engine.models]
-        served = [replica.model_names for replica in self._replicas]
+        served = [replica.model_names for replica in self._replicas.values()]
         self._fleet = Fleet(size, config.engine.scheduler.max_num_seqs, served if config.engine.engines else ())
+        for rank in range(size):
+            if rank not in self._replicas:
+                self._fleet.lose(rank)
         classes = {each.name for each in config.engine.classes}
         self._workflows = with_registered(config.engine.workflows, classes)
         self._roles: dict[str, dict[str, str]] = {}  # workflow that was added -> its model's roles with it
         self._policy = make_policy(config.router_policy)
         self._max_retries = config.engine.scheduler.max_retries
         self._metrics = metrics
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
+        self._failure: StencilError | None = None  # why there are no engines, if there are none for good
+        self._has_begun, self._has_failed = asyncio.Event(), asyncio.Event()  # the first engine serves; see `failed`
         self._placements: dict[str, RoutedRequest] = {}  # by request id, until the terminal output
 
     # ---------------------------------------------------------------------------------- life
 
     def start(self) -> None:
         """Have the first engine started; the others follow, see `_follow`. Raises ConfigError."""
-        self._replicas[0].start()
+        if self._cluster is None:
+            self._replicas[0].start()
 
     async def run(self) -> None:
         """Run all engines until the last one is given up."""
         async with asyncio.TaskGroup() as tasks:
-            for replica in self._replicas:
+            self._tasks = tasks
+            if self._cluster is not None:
+                tasks.create_task(self._follow_cluster(self._cluster))
+            for replica in self._replicas.values():
                 tasks.create_task(self._run_engine(replica), name=f"engine-{replica.rank}")
+
+    async def _follow_cluster(self, cluster: Cluster) -> None:
+        try:
+            await ClusterFollower(cluster, self, self._stopping).run()
+        except StencilError as error:
+            self.fail(error)
 
     async def _run_engine(self, replica: EngineReplica) -> None:
         if replica.rank == 0 or await self._follow(replica):
@@ -139,14 +169,14 @@ class Router:
         or the router is stopping.
         """
         first: dict[str, EngineReplica] = {}  # model -> the engine that measures it
-        for each in self._replicas:
+        for each in self._replicas.values():
             first.setdefault(each.model_names[0], each)
         measuring = list(first.values())
         before = measuring[: measuring.index(replica)] if replica in measuring else measuring
         try:
             for each in before:
                 await each.ready()
-            if not self._is_stopping:
+            if not self._stopping.is_set():
                 replica.start()
                 return True
         except StencilError as error:
@@ -155,11 +185,12 @@ class Router:
         return False
 
     async def ready(self) -> dict[str, ModelInfo]:
-        """Wait until every engine serves; model name -> info, of the models and then of their adapters. Raises the
-        error that kept an engine from starting.
+        """Wait until every engine serves, or any, if their number follows a cluster; model name -> info, of the models
+        and then of their adapters. Raises the error that kept an engine from starting.
         """
         found: dict[str, ModelInfo] = {}
-        for models in await asyncio.gather(*(replica.ready() for replica in self._replicas)):
+        waited_for = self._replicas.values() if self._cluster is None else [await self._first()]
+        for models in await asyncio.gather(*(replica.ready() for replica in waited_for)):
             if any(found.setdefault(name, info) != info for name, info in models.items()):
                 raise ConfigError(
                     "the engines do not serve the same models in the same way; give all of them one device type"
@@ -169,33 +200,53 @@ class Router:
         self._models = {name: found[name] for name in (*self._names, *adapters)}
         return self._models
 
+    async def _first(self) -> EngineReplica:
+        """The first engine of a cluster that serves. Raises why there will be none."""
+        await self._has_begun.wait()
+        if self._like is None:
+            raise await self.failed()
+        return self._like
+
     @property
     def cache(self) -> CacheConfig:
-        """Limits of cached pages; once the engines are ready, with the least device memory of any of them."""
-        return min((replica.cache for replica in self._replicas), key=lambda cache: cache.device_bytes or 0)
+        """Limits of cached pages; once the engines are ready, with the least device memory of any of them. Engines that
+        join later have these limits, too."""
+        replicas = self._replicas.values() if self._like is None else [self._like]
+        return min((replica.cache for replica in replicas), key=lambda cache: cache.device_bytes or 0)
 
     async def failed(self) -> StencilError:
         """Wait until the last engine is given up and return the reason."""
-        errors = [await replica.failed() for replica in self._replicas]
-        return errors[-1]
+        await self._has_failed.wait()
+        assert self.error is not None
+        return self.error
 
     def fail(self, error: StencilError) -> None:
         """Give up all engines, which fails all requests."""
-        self._is_stopping = True
-        for replica in self._replicas:
+        self._stopping.set()
+        self._failure = self._failure or error
+        for replica in list(self._replicas.values()):
             replica.give_up(error)
+        self._note_failed()
+
+    def _note_failed(self) -> None:
+        """Have those go on who wait for engines, if there will be none."""
+        if self.error is not None:
+            self._has_failed.set()
+            self._has_begun.set()
 
     async def stop(self) -> None:
         """Abort all requests and end all engines."""
-        self._is_stopping = True
+        self._stopping.set()
         self.abort([request_id for request_id, routed in self._placements.items() if routed.engine is None])
-        await asyncio.gather(*(replica.stop() for replica in self._replicas))
+        await asyncio.gather(*(replica.stop() for replica in self._replicas.values()))
 
     async def close(self) -> None:
         """Kill all engines that still run, fail all requests and close the sockets."""
-        self._is_stopping = True
-        for replica in self._replicas:
+        self._stopping.set()
+        for replica in list(self._replicas.values()):
             await replica.close()
+        self._failure = self._failure or EngineDeadError("the server has stopped")
+        self._note_failed()
         await self._backend.close()
 
     # ---------------------------------------------------------------------------------- state
@@ -203,8 +254,39 @@ class Router:
     @property
     def error(self) -> StencilError | None:
         """Why nothing is served any more; None until the last engine is given up."""
-        errors = [replica.error for replica in self._replicas]
+        errors = [replica.error for replica in self._staying()]
+        if not errors:
+            return self._failure
         return None if None in errors else errors[-1]
+
+    def _staying(self) -> list[EngineReplica]:
+        """All engines but those that end because their machine leaves, by number."""
+        return [self._replicas[rank] for rank in self.engines if not self._replicas[rank].is_leaving]
+
+    @property
+    def engines(self) -> list[int]:
+        """The numbers of all engines. What follows has an entry for each of them."""
+        return sorted(self._replicas)
+
+    @property
+    def loads(self) -> list[LoadReport | None]:
+        """The last report of each engine; None before the first, and after its death."""
+        return [self._reported[rank].load for rank in self.engines]
+
+    @property
+    def stats(self) -> list[EngineStats | None]:
+        """The last statistics likewise."""
+        return [self._reported[rank].stats for rank in self.engines]
+
+    @property
+    def recent_steps(self) -> list[Sequence[StepSample]]:
+        """The last denoising steps of each engine, at most MAX_RECENT_STEPS, the oldest first."""
+        return [self._reported[rank].steps for rank in self.engines]
+
+    @property
+    def links(self) -> list[MachineLink | None]:
+        """The way to each engine; None: it is of this machine, or of none yet."""
+        return [self._replicas[rank].link for rank in self.engines]
 
     @property
     def is_ready(self) -> bool:
@@ -216,30 +298,33 @@ class Router:
         """For each engine, whether it serves; False from the first sign of its death, even if it runs, and while none
         of its workers lives.
         """
-        return [replica.is_alive and bool(self._fleet.is_alive[replica.rank]) for replica in self._replicas]
+        return [self._is_up(self._replicas[rank]) for rank in self.engines]
+
+    def _is_up(self, replica: EngineReplica) -> bool:
+        return replica.is_alive and bool(self._fleet.is_alive[replica.rank])
 
     @property
     def replicas(self) -> list[tuple[ReplicaState, int]]:
         """State and number of restarts in a row of each engine."""
-        states = zip(self._replicas, self.alive, strict=True)
+        replicas = [self._replicas[rank] for rank in self.engines]
         return [
-            ("restarting" if replica.is_alive and not alive else replica.state, replica.num_restarts)
-            for replica, alive in states
+            ("restarting" if each.state == "serving" and not self._is_up(each) else each.state, each.num_restarts)
+            for each in replicas
         ]
 
     def is_served(self, model: str) -> bool:
         """Whether an engine that serves this model is up; "": any engine."""
-        return any(self.alive[replica.rank] for replica in self._serving(model))
+        return any(self._is_up(replica) for replica in self._serving(model))
 
     def _serving(self, model: str) -> list[EngineReplica]:
-        return [replica for replica in self._replicas if not model or model in replica.model_names]
+        return [replica for replica in self._staying() if not model or model in replica.model_names]
 
     def error_of(self, model: str) -> StencilError | None:
         """Why a model is not served any more; None while an engine that serves it may come up; "": any engine."""
         if (error := self.error) is not None:
             return EngineDeadError(str(error))
         serving = self._serving(model)
-        if any(replica.error is None for replica in serving):
+        if not serving or any(replica.error is None for replica in serving):
             return None
         return ModelUnavailableError(f"no engine is left that serves {model}: {serving[-1].error}")
 
@@ -303,7 +388,7 @@ class Router:
 
     def drop(self, template: DropTemplate) -> None:
         """Have every engine that serves its model drop a template's pages."""
-        for replica in self._replicas:
+        for replica in self._replicas.values():
             if template.model in replica.model_names:
                 replica.drop(template)
 
@@ -417,7 +502,7 @@ class Router:
         routed.num_deaths += failure.code != NEVER_BEGUN and not routed.is_bystander
         if routed.is_aborted:
             self._end(routed, Aborted(request_id=request_id))
-        elif self._is_stopping or self.error is not None:
+        elif self._stopping.is_set() or self.error is not None:
             self._end(routed, Failed(request_id=request_id, failure=failure))
         elif (error := self.error_of(routed.message.model)) is not None:
             self._end(routed, Failed(request_id=request_id, failure=Failure.of(error)))
@@ -438,7 +523,13 @@ class Router:
 
     def on_up(self, rank: int) -> None:
         """Send it the requests that wait for an engine, after the adapters and workflows that they may use."""
-        self.additions.restore(self._replicas[rank])
+        replica = self._replicas[rank]
+        if self._cluster is not None:
+            self._like = self._like or replica
+            self._has_begun.set()
+        if replica.is_draining:
+            return
+        self.additions.restore(replica)
         self._fleet.restore(rank)
         self._place_waiting()
 
@@ -449,10 +540,11 @@ class Router:
 
     def on_report(self, rank: int, load: LoadReport, stats: EngineStats | None) -> None:
         """Take over an engine's load and statistics."""
-        self.loads[rank] = load
+        reported = self._reported[rank]
+        reported.load = load
         if stats is not None:
-            self.stats[rank] = stats
-            self.recent_steps[rank].extend(stats.recent_steps)
+            reported.stats = stats
+            reported.steps.extend(stats.recent_steps)
         was_candidate = self._fleet.is_alive[rank]
         self._fleet.observe(rank, load, time.monotonic())
         for request_id in load.begun:
@@ -465,11 +557,12 @@ class Router:
     def on_down(self, rank: int, error: StencilError) -> None:
         """Send no requests to an engine that has died. Called more than once for a death."""
         if not self._fleet.has_lost(rank):
-            if self._models and not self._is_stopping:
+            if self._models and not self._stopping.is_set() and not self._replicas[rank].is_leaving:
                 logger.error("engine %d is gone: %s", rank, error, extra=of_request(""))
             self._note_bystanders(rank)
         self._fleet.lose(rank)
-        self.loads[rank] = self.stats[rank] = None
+        reported = self._reported[rank]
+        reported.load = reported.stats = None
         self._metrics.observe_lost(rank)
 
     def _note_bystanders(self, rank: int) -> None:
@@ -489,3 +582,64 @@ class Router:
         for request_id, routed in list(self._placements.items()):
             if routed.engine is None and (error := self.error_of(routed.message.model)) is not None:
                 self._end(routed, Failed(request_id=request_id, failure=Failure.of(error)))
+        self._note_failed()
+
+    # ---------------------------------------------------------------------------------- engines of a cluster
+
+    def placed(self) -> dict[int, EnginePlace]:
+        """See PlacedEngines."""
+        return {each.rank: EnginePlace(each.machine, _placed_state(each), each.is_idle) for each in self._staying()}
+
+    @property
+    def room(self) -> int:
+        """See PlacedEngines."""
+        return self._config.most_engines - len(self._replicas)
+
+    def add_engine(self, machine: str) -> int:
+        """See PlacedEngines. It has to serve what the first one serves."""
+        rank = next(rank for rank in range(self._config.most_engines) if rank not in self._replicas)
+        config = msgspec.structs.replace(self._config.of_engine(rank), machine=machine)
+        replica = self._replicas[rank] = EngineReplica(config, self._backend, self, self._like)
+        self._reported[rank] = _Reported()
+        self._metrics.expect_engine(rank)
+        self._runs[rank] = self._tasks.create_task(self._run_added(replica), name=f"engine-{rank}")
+        return rank
+
+    async def _run_added(self, replica: EngineReplica) -> None:
+        if self._stopping.is_set():
+            return replica.give_up(EngineDeadError("the engine was not started"))
+        try:
+            replica.start()
+        except StencilError as error:
+            return replica.give_up(error)
+        await replica.run()
+
+    def drain_engine(self, number: int) -> None:
+        """See PlacedEngines."""
+        self._replicas[number].is_draining = True
+        self._fleet.close(number)
+
+    def end_engine(self, number: int, why: str) -> None:
+        """See PlacedEngines."""
+        self._replicas[number].is_leaving = True
+        self._tasks.create_task(self._end_engine(number, why), name=f"end-engine-{number}")
+
+    async def _end_engine(self, number: int, why: str) -> None:
+        replica = self._replicas[number]
+        await replica.leave(why)
+        await self._runs.pop(number)
+        await replica.close()
+        self._fleet.lose(number)
+        del self._replicas[number], self._reported[number]
+        self._metrics.forget_engine(number)
+        logger.info("engine %d has ended: %s", number, why, extra=of_request(""))
+
+
+def _placed_state(replica: EngineReplica) -> PlaceState:
+    if replica.error is not None:
+        return "gone"
+    if replica.is_draining:
+        return "draining"
+    if replica.has_served:
+        return "served"
+    return "waiting" if replica.waits_for_room else "starting"

@@ -303,13 +303,13 @@ def _add_operator_routes(app: FastAPI, engine: AsyncEngine, owners: RequestOwner
     @app.get("/health", response_model=None)
     @app.head("/health", include_in_schema=False)
     async def health() -> Response:
-        """200 while the server process is alive, with each engine's state ("serving", "loading", "restarting" or
-        "gone"), its number of consecutive restarts and its number of live workers.
+        """200 while the server process is alive, with each engine's state ("serving", "loading", "restarting",
+        "draining" or "gone"), its number of consecutive restarts and its number of live workers.
         """
-        facts = zip(engine.replicas, engine.num_ranks, strict=True)
+        facts = zip(engine.engines, engine.replicas, engine.num_ranks, strict=True)
         engines = [
             {"index": index, "alive": state == "serving", "state": state, "restarts": restarts, "workers": workers}
-            for index, ((state, restarts), workers) in enumerate(facts)
+            for index, (state, restarts), workers in facts
         ]
         return _json({"status": _status(engine), "engines": engines})
 
@@ -346,7 +346,7 @@ def _status(engine: AsyncEngine) -> str:
     if not engine.models:
         return "loading"
     is_whole = all(number == engine.config.engine.workers_per_engine for number in engine.num_ranks)
-    return "ok" if is_whole else "degraded"
+    return "ok" if engine.num_ranks and is_whole else "degraded"  # a cluster may have lost all machines
 
 
 def _model_object(engine: AsyncEngine, name: str, created: int) -> dict[str, Any]:

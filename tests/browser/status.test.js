@@ -106,6 +106,32 @@ test("a hundred models with long names stay within their table", () =>
     assert.ok(width <= 1 && height <= 0.6, `${width} wide, ${height} high`);
   }, REFUSED));
 
+test("machines of a cluster are listed with their engines", () =>
+  withPage(browser, {}, async (page) => {
+    await page.route("**/v1/engine/stats?*", async (route) => {
+      const response = await route.fetch();
+      const stats = await response.json();
+      if (response.ok()) {
+        const [engine] = stats.engines;
+        const there = { machine: "10.0.0.2", silent_seconds: 0.4 };
+        stats.engines = [
+          { ...engine, ...there, state: "serving" },
+          { ...engine, ...there, index: 3, state: "draining" },
+          { ...engine, index: 5, machine: "10.0.0.4", silent_seconds: 7, state: "serving" },
+        ];
+      }
+      await route.fulfill({ response, json: stats });
+    });
+    await page.goto(`${GUARDED_URL}status`);
+    await giveKey(page, KEY);
+    await page.waitForFunction(() => document.querySelectorAll("#machines tr").length === 2);
+    const rows = await page.locator("#machines tr").allTextContents();
+    assert.deepEqual(rows, ["10.0.0.220 serving, 3 drainingin contact", "10.0.0.415 servingsilent for 7.00 s"]);
+    assert.ok(await page.isVisible("#machines-card"));
+    await page.unroute("**/v1/engine/stats?*");
+    await page.waitForFunction(() => document.querySelector("#machines-card").hidden);
+  }, REFUSED));
+
 for (const colorScheme of ["light", "dark"]) {
   test(`axe-core finds nothing (${colorScheme})`, () =>
     withPage(browser, { colorScheme }, async (page) => {

@@ -84,7 +84,7 @@ async def test_an_engine_without_room_that_is_ended_leaves_nothing(cluster: Clus
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
     config = EngineConfig(models=(ModelConfig(model=str(tiny_checkpoint), threads=1),))
     for seconds in (0.0, 0.01, 1.0):
-        host = RayHost(config, joined)
+        host = RayHost(config, joined, lambda: False)
         task = asyncio.create_task(host.start(HostConfig(config, 4096, 1, b"")))
         await asyncio.sleep(seconds)
         assert host.placed is None

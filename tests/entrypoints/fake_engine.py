@@ -28,6 +28,7 @@ from engine.client.sessions.upload_place import UploadPlace
 from engine.client.templates.template_store import RegisteredTemplate, TemplateStore
 from engine.client.upload import KeptUpload, Upload
 from engine.observability.metrics import Metrics
+from engine.router.engine_backend import MachineLink
 
 MODEL = msgspec.structs.replace(fakes.MODEL, name="tiny/fill", native_size=64, max_text_tokens=32)
 REPORT = EditReport(
@@ -86,9 +87,11 @@ class FakeEngine:
         self.loads: tuple[LoadReport | None, ...] = (None, None)
         self.stats: tuple[EngineStats | None, ...] = (None, None)
         self.recent_steps: tuple[tuple[StepSample, ...], ...] = ((), ())
+        self.engines: tuple[int, ...] = (0, 1)
+        self.links: tuple[MachineLink | None, ...] = (None, None)
         self.alive = (True, True)
         self.replicas: tuple[tuple[str, int], ...] = (("serving", 0), ("serving", 0))
-        self.num_ranks = (1, 1)
+        self.num_ranks: tuple[int, ...] = (1, 1)
         self.num_requests_running = 2
         self.num_requests_waiting = 1
 

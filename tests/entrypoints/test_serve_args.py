@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from workflow_texts import SOUND
 
-from core.config import AdapterConfig, CacheConfig, StencilConfig
+from core.config import AdapterConfig, CacheConfig, EngineConfig, ModelConfig, StencilConfig
 from core.errors import ConfigError, WorkflowError
 from entrypoints.model_paths import check_model
 from entrypoints.serve import with_workflows
@@ -97,6 +97,47 @@ def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     with pytest.raises(SystemExit, match="0"):
         parse_options(["--help"])
     assert "from-env" not in capsys.readouterr().out
+
+
+def test_as_many_engines_as_a_cluster_has_room_for() -> None:
+    engine = parse_options(["--data-parallel-size", "auto", "--data-parallel-backend", "ray"]).config.engine
+    assert (engine.follows_cluster, engine.most_engines, engine.num_local) == (True, 256, 0)
+    assert engine.of_engine(255).data_parallel_rank == 255
+    assert not EngineConfig().follows_cluster
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--data-parallel-size auto", "give --data-parallel-backend ray"),
+        ("--data-parallel-size 0", "'0' is not a whole number from 1 to 256"),
+        ("--data-parallel-size many", "'many' is not"),
+        (
+            "--data-parallel-size auto --data-parallel-backend ray --data-parallel-size-local 1",
+            "leave --data-parallel-size-local out",
+        ),
+        ("--data-parallel-size 2 --data-parallel-size-local 1", "without --data-parallel-backend ray all 2 engines"),
+        ("--data-parallel-size 2 --data-parallel-size-local 3", "is more than --data-parallel-size 2"),
+        (
+            "--data-parallel-size 2 --data-parallel-size-local 3 --data-parallel-backend ray",
+            "is more than --data-parallel-size 2",
+        ),
+    ],
+)
+def test_numbers_of_engines_that_cannot_be(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(flags.split())
+    assert said in capsys.readouterr().err
+
+
+def test_engines_that_follow_a_cluster_are_all_alike() -> None:
+    with pytest.raises(ConfigError, match="all engines have all models; leave `engines` out"):
+        EngineConfig(data_parallel_size=0, data_parallel_backend="ray", engines={0: (ModelConfig().name,)})
+
+
+def test_all_engines_may_be_local_with_mp() -> None:
+    engine = parse_options(["--data-parallel-size", "2", "--data-parallel-size-local", "2"]).config.engine
+    assert (engine.num_local, engine.num_workers) == (2, 2)
 
 
 @pytest.mark.parametrize("name", ["STENCIL_API_KEY", "STENCIL_API_KEYS"])

@@ -119,7 +119,7 @@ def _check_node(workflow: Workflow, node: Node, model: ModelInfo, models: Mappin
 def _check_engines(workflow: Workflow, model: ModelInfo, engine: EngineConfig) -> None:
     """Raises InvalidRequestError if an engine has the model, and not those that play its roles."""
     players = {model.roles[role] for role in workflow.roles if role in model.roles}
-    for rank in range(engine.data_parallel_size):
+    for rank in range(engine.most_engines):
         names = {each.name for each in engine.models_of(rank)}
         if model.name in names and (lacking := sorted(players - names)):
             problem = f"engine {rank} has {model.name}, and not {lacking[0]}"

@@ -44,12 +44,14 @@ def engine_stats(engine: AsyncEngine, num_steps: int, shown: Callable[[str], str
         for stats, is_alive in zip(engine.stats, engine.alive, strict=True)
     ]
     known, models = [stats for stats in every if stats is not None], engine.models
+    places = zip(engine.engines, engine.replicas, engine.links, strict=True)
+    facts = zip(engine.alive, engine.loads, every, strict=True)
     return {
         "object": "engine.stats",
         "queue": _queue(engine),
         "engines": [
-            _engine(index, *facts, models) | _steps(engine, index, num_steps, shown)
-            for index, facts in enumerate(zip(engine.alive, engine.loads, every, strict=True))
+            _place(*place) | _engine(*each, models) | _steps(steps, num_steps, shown)
+            for place, each, steps in zip(places, facts, engine.recent_steps, strict=True)
         ],
         "totals": _totals(known),
         "cache": _cache(sum_cache_stats(stats.cache for stats in known)) if any(s.cache for s in known) else None,
@@ -67,11 +69,18 @@ def _queue(engine: AsyncEngine) -> dict[str, Any]:
     }
 
 
+def _place(index: int, replica: tuple[str, int], link: tuple[str, float] | None) -> dict[str, Any]:
+    """The engine's number, and where it is; `machine` is null for the server's own, and while it is on none. replica:
+    state and restarts. link: machine, and seconds since it was heard."""
+    state, _ = replica
+    machine, silent_seconds = (None, None) if link is None else (link[0], round(link[1], 1))
+    return {"index": index, "state": state, "machine": machine, "silent_seconds": silent_seconds}
+
+
 def _engine(
-    index: int, alive: bool, load: LoadReport | None, stats: EngineStats | None, models: Mapping[str, ModelInfo]
+    alive: bool, load: LoadReport | None, stats: EngineStats | None, models: Mapping[str, ModelInfo]
 ) -> dict[str, Any]:
     return {
-        "index": index,
         "alive": alive,
         "load": None if load is None or not alive else {field: getattr(load, field) for field in _LOAD_FIELDS},
         "stage_seconds": None if stats is None else stats.op_seconds,
@@ -126,11 +135,11 @@ def _totals(known: Sequence[EngineStats]) -> dict[str, Any]:
     return totals | {"busy_seconds": sum_by_key(stats.busy_seconds for stats in known)}
 
 
-def _steps(engine: AsyncEngine, index: int, num_steps: int, shown: Callable[[str], str]) -> dict[str, Any]:
+def _steps(steps: Sequence[StepSample], num_steps: int, shown: Callable[[str], str]) -> dict[str, Any]:
     if not num_steps:
         return {}
     now = time.monotonic()
-    return {"recent_steps": [_step(sample, now, shown) for sample in engine.recent_steps[index][-num_steps:]]}
+    return {"recent_steps": [_step(sample, now, shown) for sample in steps[-num_steps:]]}
 
 
 def _step(sample: StepSample, now: float, shown: Callable[[str], str]) -> dict[str, Any]:

@@ -149,6 +149,21 @@ def test_known_series_begin_at_zero() -> None:
     assert counts == {0.0}
 
 
+def test_an_engine_that_has_left_leaves_what_it_has_done() -> None:
+    """Its number may be another one's later, whose totals are added."""
+    metrics = Metrics()
+    metrics.expect(["m"], num_engines=1)
+    for times in (1, 2):
+        metrics.expect_engine(1)
+        metrics.observe_load(1, LOAD, engine_stats(3, 700, 1.5))
+        metrics.forget_engine(1)
+        seen = values(metrics)
+        gauges = ("engine_alive", "engine_requests_running", "engine_requests_waiting", "predicted_drain_seconds")
+        assert not {f"stencil:{name},1" for name in gauges} & seen.keys()
+        assert {f"stencil:{name},0" for name in gauges} <= seen.keys()
+        assert seen["stencil:steps_total"] == 3 * times
+
+
 def test_totals_become_counters_across_restarts_and_engines() -> None:
     metrics = Metrics()
     metrics.observe_load(0, LOAD, engine_stats(2, 600, 1.0))

@@ -30,6 +30,7 @@ class Engine:
         self, rank: int, answer: str | Failure | None = "p", *, is_alive: bool = True, model: str = "m"
     ) -> None:
         self.rank, self.answer, self.is_alive, self.model_names = rank, answer, is_alive, (model,)
+        self.is_draining = False
         self.loads: list[Any] = []
         self.dropped: list[Removal] = []
         self._waiters: list[Callable[[RequestOutput], None]] = []

@@ -87,6 +87,7 @@ class Engine:
             link.close()
 
     placed: float | None = 0.0
+    link = None
 
     async def wait(self) -> None:
         await asyncio.wait([self._task])

@@ -30,6 +30,7 @@ class Replica:
         self.rank, self.is_alive = config.data_parallel_rank, True
         self.model_names = tuple(model.name for model in config.models)
         self.error: StencilError | None = None
+        self.is_draining = self.is_leaving = False
         self.sent: dict[str, Waiter] = {}
         self.messages: dict[str, EngineRequest] = {}  # that were sent, by id
         self.used: list[UseAdapters] = []
@@ -74,7 +75,7 @@ class Engines:
         config = EngineConfig(models=models, engines=engines, data_parallel_size=2, **classes)
         self.router = Router(StencilConfig(engine=config), cast(EngineBackend, None), Metrics())
         self.router._models = {name: msgspec.structs.replace(MODEL, name=name) for name in names}
-        self.first, self.second = cast(list[Replica], self.router._replicas)
+        self.first, self.second = cast(list[Replica], self.router._replicas.values())
         self.told: dict[str, RequestOutput] = {}
 
     def submit(self, name: str, model: str) -> None:

@@ -131,14 +131,16 @@ async def test_unknown_path_and_method(client: httpx.AsyncClient) -> None:
 async def test_health_says_which_engines_serve(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert (await client.get("/health")).json()["status"] == "ok"
     engine.alive, engine.replicas = (True, False), (("serving", 0), ("restarting", 2))
-    engine.num_ranks = (1, 0)
+    engine.engines, engine.num_ranks = (0, 4), (1, 0)
     response = await client.get("/health")
     assert response.status_code == 200
     engines = [
         {"index": 0, "alive": True, "state": "serving", "restarts": 0, "workers": 1},
-        {"index": 1, "alive": False, "state": "restarting", "restarts": 2, "workers": 0},
+        {"index": 4, "alive": False, "state": "restarting", "restarts": 2, "workers": 0},
     ]
     assert response.json() == {"status": "degraded", "engines": engines}
+    engine.engines, engine.replicas, engine.num_ranks = (), (), ()
+    assert (await client.get("/health")).json() == {"status": "degraded", "engines": []}
     engine.models = {}
     assert (await client.get("/health")).json()["status"] == "loading"
 

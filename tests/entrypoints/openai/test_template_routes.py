@@ -17,6 +17,7 @@ from fake_engine import FakeEngine
 from core.costs.load_report import CacheStats, EngineStats, LoadReport, QuarantinedModel, RankModel, RankStats
 from core.handles import LoadedComponent, ModelKey
 from engine.client.resolve.mask_aware import ExactReason
+from engine.router.engine_backend import MachineLink
 from entrypoints.openai.app import ServerSettings, create_app
 
 KEY = {"authorization": "Bearer k"}
@@ -259,6 +260,8 @@ STATS = EngineStats(
 async def test_engine_stats(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.loads, engine.alive = (LOAD, None), (True, False)
     engine.stats = (STATS, None)
+    engine.engines, engine.links = (0, 7), (None, MachineLink("10.0.0.2", 0.1734))
+    engine.replicas = (("serving", 0), ("draining", 0))
     stats = (await client.get("/v1/engine/stats")).json()
     assert stats["object"] == "engine.stats"
     assert stats["queue"] == {"running": 2, "waiting": 1, "admitted": 0, "limit": 4}
@@ -281,7 +284,9 @@ async def test_engine_stats(client: httpx.AsyncClient, engine: FakeEngine) -> No
         "cache",
     )
     nothing = dict.fromkeys(parts)
-    assert second == {"index": 1, "alive": False} | nothing
+    place = {"state": "draining", "machine": "10.0.0.2", "silent_seconds": 0.2}
+    assert second == {"index": 7, "alive": False} | place | nothing
+    assert (first["state"], first["machine"], first["silent_seconds"]) == ("serving", None, None)
     assert stats["templates"] == {"count": 0, "used_bytes": 0, "budget_bytes": 1000}
     assert stats["models"][0]["id"] == "tiny/fill"
     assert stats["models"][0]["page_scheme"] is None

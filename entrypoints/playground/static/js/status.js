@@ -7,6 +7,7 @@ import { inWords, timeline } from "./timeline.js";
 const EVERY_MS = 1000;
 const SPAN_MS = 10_000;
 const MOST_STEPS = 512;
+const SILENT_SECONDS = 2; // machines send something twice a second
 
 async function poll() {
   for (;;) {
@@ -30,6 +31,7 @@ function show(stats) {
   byId("now").replaceChildren(...now(stats));
   showTimelines(stats.engines);
   byId("engines").replaceChildren(...stats.engines.map(engineRow));
+  showMachines(stats.engines);
   byId("worker-models").replaceChildren(...stats.engines.flatMap(modelRows));
   showRefused(stats.engines);
   showCache(stats.cache);
@@ -48,7 +50,7 @@ function now({ queue, engines, totals }) {
   return [
     fact("Running", count(queue.running), "images that a worker has begun"),
     fact("Waiting", count(queue.waiting), `${count(queue.admitted)} of at most ${count(queue.limit)} admitted`),
-    fact("Engines", `${alive} of ${engines.length}`, alive === engines.length ? "all serve" : "others are being restarted"),
+    fact("Engines", `${alive} of ${engines.length}`, alive === engines.length ? "all serve" : "others start, or end"),
     fact("Tokens skipped", tokens ? percent(totals.tokens_skipped / tokens) : "–", `${count(totals.batch_tokens)} computed, ${count(totals.tokens_skipped)} skipped`),
   ];
 }
@@ -61,8 +63,8 @@ function showTimelines(engines) {
   const width = byId("timelines").clientWidth;
   const every = engines.map(({ recent_steps: steps }) => recent(steps));
   byId("steps-summary").textContent = inWords(every.flat());
-  const shown = every.flatMap((steps, index) => [
-    engines.length > 1 && el("p", { class: "note" }, `Engine ${index}`),
+  const shown = every.flatMap((steps, place) => [
+    engines.length > 1 && el("p", { class: "note" }, `Engine ${engines[place].index}`),
     timeline(steps, SPAN_MS, width),
   ]);
   byId("timelines").replaceChildren(...shown.filter(Boolean));
@@ -93,12 +95,28 @@ function refused(index, { model, controlnets, cause, times, seconds_left: left }
   return `${what} on engine ${index}: ${CAUSES[cause]} (${count(times)}×); ${next}`;
 }
 
-function engineRow({ index, alive, load, totals, ranks, models }) {
+/** A row for each machine of a cluster; a single machine is not shown. */
+function showMachines(engines) {
+  const machines = Map.groupBy(engines, ({ machine }) => machine);
+  byId("machines-card").hidden = machines.size === 0 || (machines.size === 1 && machines.has(null));
+  byId("machines").replaceChildren(...[...machines].map(machineRow));
+}
+
+function machineRow([machine, engines]) {
+  const states = engines.map(({ index, state }) => `${index} ${state}`).join(", ");
+  const silent = Math.max(...engines.map(({ silent_seconds: seconds }) => seconds ?? 0));
+  const link = machine === null ? "–" : silent < SILENT_SECONDS ? "in contact" : `silent for ${duration(silent * 1000)}`;
+  const cells = [String(engines.length), states, link];
+  const name = machine ?? "the server's, or none yet";
+  return el("tr", {}, el("th", { scope: "row" }, name), ...cells.map((text) => el("td", {}, text)));
+}
+
+function engineRow({ index, alive, state, load, totals, ranks, models }) {
   const workers = ranks?.length ?? 0;
   const living = (ranks ?? []).filter((rank) => rank.alive).length;
   const serving = living < workers ? `serves with ${living} of ${workers} workers` : "serves";
   const cells = [
-    alive ? serving : "down",
+    alive ? serving : state,
     load ? count(load.num_running) : "–",
     load ? count(load.num_waiting) : "–",
     load ? duration(load.drain_seconds * 1000) : "–",

@@ -26,7 +26,7 @@ async def router() -> AsyncIterator[Router]:
 
 async def test_the_least_of_all_engines_counts(router: Router) -> None:
     assert router.cache.device_bytes is None
-    for replica, room in zip(router._replicas, (500, 300), strict=True):
+    for replica, room in zip(router._replicas.values(), (500, 300), strict=True):
         replica._on_ready({MODEL.name: MODEL}, room)
     assert router.cache == CacheConfig(host_bytes=5, device_bytes=300)
 

@@ -59,6 +59,7 @@ class Replica:
     def __init__(self, config: EngineConfig, arena: Arena, watcher: Router) -> None:
         self.error: StencilError | None = None
         self.rank, self.is_alive, self.model_names = config.data_parallel_rank, True, (MODEL.name,)
+        self.is_draining = self.is_leaving = False
         self.sent: list[tuple[EngineRequest, Waiter]] = []
         self.aborted: tuple[str, ...] = ()
 
@@ -157,7 +158,7 @@ class Server:
 
     @property
     def replicas(self) -> list[Replica]:
-        return [replica for replica in self.router._replicas if isinstance(replica, Replica)]
+        return [replica for replica in self.router._replicas.values() if isinstance(replica, Replica)]
 
     @property
     def busy(self) -> Replica:
@@ -193,7 +194,7 @@ async def test_a_slow_client_does_not_count_as_server_time(server: Server) -> No
     session = await server.begin(n=2)
     outlook = session._ticket._prediction
     assert outlook is not None
-    replicas = [replica for replica in server.router._replicas if isinstance(replica, Replica)]
+    replicas = [replica for replica in server.router._replicas.values() if isinstance(replica, Replica)]
     for replica in replicas:
         server.clock.now += 2.0
         replica.finish_first()
@@ -551,7 +552,7 @@ async def test_bodies_of_one_owner_are_refused_at_the_door_alone(tracking: Serve
 
 async def finish_all(server: Server) -> None:
     server.clock.now += 1.0
-    for replica in server.router._replicas:
+    for replica in server.router._replicas.values():
         assert isinstance(replica, Replica)
         while replica.sent:
             replica.finish_first()

@@ -1,0 +1,234 @@
+"""A router whose engines follow a cluster: machines join, are about to leave, leave and die. Router and engines are
+real, the cluster and the workers are not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq.asyncio
+from test_incarnations import Backend, Calls, Engine, edit
+
+from core.config import EngineConfig, ModelConfig, StencilConfig
+from core.errors import ConfigError, EngineDeadError, EngineError, StencilError
+from core.messages.engine import DropTemplate
+from core.routing.placement import Machine
+from engine.observability.metrics import Metrics
+from engine.router import cluster_follower, engine_replica
+from engine.router.router import Router
+
+AUTO = EngineConfig(
+    models=(ModelConfig(served_model_name="m"),), data_parallel_size=0, data_parallel_backend="ray", ray_address="a:1"
+)
+
+
+class Machines(Backend):
+    """A cluster, and what starts engines there."""
+
+    def __init__(self, folder: Path, **rooms: int) -> None:
+        super().__init__(folder)
+        self.there = {name: Machine(name, room) for name, room in rooms.items()}
+        self.started: list[str] = []  # machine of each engine
+        self.error: StencilError | None = None
+        self.broken = False  # nothing can be started
+        self.silent = False  # what is started never serves
+
+    async def machines(self) -> dict[str, Machine]:
+        if self.error is not None:
+            raise self.error
+        return dict(self.there)
+
+    def start(self, config: EngineConfig, epoch: int, socket: zmq.asyncio.Socket) -> Engine:
+        if self.broken:
+            raise ConfigError("there is no model")
+        self.started.append(config.machine)
+        return super().start(config, epoch + self.silent, socket)
+
+    def drain(self, name: str) -> None:
+        self.there[name] = self.there[name]._replace(is_draining=True)
+
+
+@asynccontextmanager
+async def following(machines: Machines) -> AsyncIterator[Router]:
+    config = StencilConfig(engine=AUTO)
+    router = Router(config, machines, Metrics(), machines)
+    router.start()
+    running = asyncio.create_task(router.run())
+    try:
+        async with asyncio.timeout(20):
+            yield router
+            await router.stop()
+            await running
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        await router.close()
+    assert isinstance(await router.failed(), StencilError)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        await asyncio.sleep(0.005)
+
+
+def alive_series(router: Router) -> set[str]:
+    text = router._metrics.exposition().decode()
+    return {line.split('"')[1] for line in text.splitlines() if line.startswith("stencil:engine_alive{")}
+
+
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_follower, "LOOK_SECONDS", 0.01)
+
+
+async def test_engines_follow_the_machines(tmp_path: Path) -> None:
+    machines = Machines(tmp_path, a=1)
+    async with following(machines) as router:
+        assert (router.error, router.is_ready, router.loads) == (None, False, [])
+        assert [*await router.ready()] == ["m"]
+        machines.there["b"] = Machine("b", 2)
+        await until(lambda: router.alive == [True, True, True])
+        assert machines.started == ["a", "b", "b"]
+        calls = Calls(router)
+        for name in "stuv":
+            calls.submit(edit(name))
+        await calls.ended()
+        assert all(engine.workers.workers.denoised for engine in machines.engines), "each gets requests"
+        assert alive_series(router) == {"0", "1", "2"}
+        del machines.there["b"]
+        await until(lambda: router.engines == [0])
+        assert (router.alive, alive_series(router), router.error) == ([True], {"0"}, None)
+        machines.there["c"] = Machine("c", 1)
+        await until(lambda: router.alive == [True, True])
+        assert (router.engines, machines.started[3:]) == ([0, 1], ["c"])
+
+
+async def test_an_engine_of_a_machine_about_to_leave_does_what_it_has_and_gets_no_more(tmp_path: Path) -> None:
+    machines = Machines(tmp_path, a=1, b=1)
+    async with following(machines) as router:
+        await router.ready()
+        await until(lambda: router.alive == [True, True])
+        calls = Calls(router)
+        for engine in machines.engines:
+            engine.workers.is_hung = True
+        calls.submit(edit("s"))
+        calls.submit(edit("t"))
+        await until(lambda: router.has_begun("s") and router.has_begun("t"))
+        leaving = router.engine_of("s")
+        assert leaving is not None
+        machines.drain(machines.started[leaving])
+        await until(lambda: router.replicas[leaving][0] == "draining")
+        await asyncio.sleep(0.05)
+        assert (len(router.engines), router.alive[leaving], router.is_ready) == (2, False, True)
+        calls.submit(edit("u"))
+        assert router.engine_of("u") == 1 - leaving
+        router.drop(DropTemplate("m", "0", ""))
+        for engine in machines.engines:
+            engine.workers.is_hung = False
+            engine.workers._run()
+        await calls.ended()
+        assert not router.was_retried("s")
+        assert "s" in machines.engines[leaving].workers.workers.denoised
+        await until(lambda: router.engines == [1 - leaving])
+        assert len(machines.started) == 2
+
+
+async def test_requests_of_the_last_machine_wait_for_the_next_one(tmp_path: Path) -> None:
+    machines = Machines(tmp_path, a=1)
+    async with following(machines) as router:
+        await router.ready()
+        calls = Calls(router)
+        machines.engines[0].workers.is_hung = True
+        calls.submit(edit("s"))
+        await until(lambda: router.has_begun("s"))
+        del machines.there["a"]
+        await until(lambda: not router.engines)
+        assert (router.num_waiting, router.is_ready, router.error, router.is_served("m")) == (1, False, None, False)
+        machines.there["b"] = Machine("b", 1)
+        await calls.ended()
+        assert machines.started == ["a", "b"]
+        (state, restarts), *_ = router.replicas
+        assert (state, restarts) == ("serving", 0)
+
+
+async def test_an_engine_that_dies_starts_again_on_its_machine_while_that_is_there(tmp_path: Path) -> None:
+    machines = Machines(tmp_path, a=1)
+    async with following(machines) as router:
+        await router.ready()
+        machines.engines[0].kill()
+        await until(lambda: len(machines.engines) == 2 and router.alive == [True])
+        assert machines.started == ["a", "a"]
+
+
+async def test_an_engine_that_differs_from_the_others_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stop(engine: Engine, grace: float) -> None:
+        engine.kill()
+        await engine.wait()
+
+    monkeypatch.setattr(Engine, "stop", stop)
+    machines = Machines(tmp_path, a=1)
+    async with following(machines) as router:
+        models = await router.ready()
+        like = router._like
+        assert like is not None
+        like._models = {"m": msgspec.structs.replace(models["m"], dtype="other")}
+        machines.there["b"] = Machine("b", 1)
+        await until(lambda: len(machines.started) == 2)
+        await until(lambda: router.replicas[1][1] > 0)
+        assert (router.alive, router.replicas[1][0]) == ([True, False], "loading")
+
+
+async def test_a_machine_whose_room_others_have_keeps_no_engine_from_starting_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_replica, "PLACE_SECONDS", 0.1)
+    monkeypatch.setattr(Engine, "placed", None)
+    machines = Machines(tmp_path, a=1, b=1)
+    machines.silent = True
+    async with following(machines) as router:
+        await until(lambda: machines.started == ["a"])
+        machines.silent = False
+        await router.ready()
+        assert machines.started == ["a", "b"]
+        assert router.alive == [False, True]
+        del machines.there["a"]
+        await until(lambda: router.engines == [1])
+
+
+async def test_a_cluster_without_room_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    machines = Machines(tmp_path, head=0)
+    async with following(machines) as router:
+        await asyncio.sleep(0.05)
+        machines.error = EngineError("no answer")
+        await asyncio.sleep(0.05)
+        machines.error, machines.there["a"] = None, Machine("a", 1)
+        await router.ready()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == ["no machine of the cluster has room for an engine", "the cluster does not answer: no answer"]
+
+
+async def test_a_cluster_that_cannot_be_joined_ends_the_server(tmp_path: Path) -> None:
+    machines = Machines(tmp_path)
+    machines.error = ConfigError("there is no Ray cluster")
+    async with following(machines) as router:
+        with pytest.raises(ConfigError, match="there is no Ray cluster"):
+            await router.ready()
+        with pytest.raises(EngineDeadError):
+            router.submit(edit("s"), lambda output: None)
+
+
+async def test_a_model_that_cannot_be_started_ends_the_server(tmp_path: Path) -> None:
+    machines = Machines(tmp_path, a=1, b=1)
+    machines.broken = True
+    async with following(machines) as router:
+        with pytest.raises(ConfigError, match="there is no model"):
+            await router.ready()
+        assert str(await router.failed()) == "there is no model"
