@@ -15,9 +15,10 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import zmq
 
 from core.errors import MessageError
-from engine.cluster.link import Frames, Link
+from engine.cluster.link import Buffer, Frames, Link
 from engine.engine_core.watchdog import SilenceWatch
 
 CHUNK_BYTES = 512 * 1024
@@ -25,6 +26,9 @@ CHUNK_BYTES = 512 * 1024
 
 WINDOW_BYTES = 4 * 1024**2
 """Most bytes that are under way on a link of arrays."""
+
+KEPT_BYTES = 4 * WINDOW_BYTES
+"""Of freed memory that a process with connections keeps for the next chunks."""
 
 MESSAGES, *ARRAYS = LINKS = b"messages", b"arrays-0", b"arrays-1"
 """Names of the links."""
@@ -100,7 +104,7 @@ class Connection:
         for start in range(0, len(content), CHUNK_BYTES):
             link = await self._link_with_room()
             header = msgspec.msgpack.encode(Chunk(request_id, offset, len(content), start))
-            link.send(header, content[start : start + CHUNK_BYTES].tobytes())
+            link.send(header, zmq.Frame(content[start : start + CHUNK_BYTES], copy=True))
             await asyncio.sleep(0)
 
     async def _link_with_room(self) -> Link:
@@ -112,7 +116,7 @@ class Connection:
             self._has_room.clear()
             await self._has_room.wait()
 
-    def receive(self, name: bytes, frames: Sequence[bytes]) -> None:
+    def receive(self, name: bytes, frames: Sequence[Buffer]) -> None:
         """Take what has come over a link. Raises as Peer's methods."""
         link = self._links.get(name)
         if link is None:
@@ -121,14 +125,14 @@ class Connection:
         self._silence.note_message()
         if name == MESSAGES:
             if content is not None:
-                self._peer.on_message(content)
+                self._peer.on_message([*map(bytes, content)])
             return
         if content is not None:
             self._take_chunk(content)
             link.answer()
         self._has_room.set()
 
-    def _take_chunk(self, content: Sequence[bytes]) -> None:
+    def _take_chunk(self, content: Sequence[Buffer]) -> None:
         try:
             chunk, data = self._decoder.decode(content[0]), np.frombuffer(content[1], np.uint8)
         except (msgspec.DecodeError, IndexError, ValueError) as error:
