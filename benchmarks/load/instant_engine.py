@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import msgspec
 import uvloop
@@ -50,16 +51,15 @@ async def _serve(settings: EngineProcessConfig, arena: Arena) -> None:
             infos = [msgspec.structs.replace(MODEL, name=name, page_scheme=None) for name in names]
             link.emit(EngineReady(models=tuple(infos)))
             inbox: asyncio.Queue[ToEngine | RefusedRequest] = asyncio.Queue()
-            feeding = asyncio.create_task(link.feed(inbox.put_nowait))
+            feeding = asyncio.create_task(link.feed(SimpleNamespace(mailbox=inbox)))  # type: ignore[arg-type]
             await _answer(link, arena, inbox, names)
             feeding.cancel()
 
 
-async def _answer(
-    link: Link, arena: Arena, inbox: asyncio.Queue[ToEngine | RefusedRequest], names: list[str]
-) -> None:
+async def _answer(link: Link, arena: Arena, inbox: asyncio.Queue[ToEngine | RefusedRequest], names: list[str]) -> None:
     """Until the API server wants it to end."""
-    number, costs = 0, _costs(names)
+    costs = _costs(names)
+    number = 0
     while not isinstance(message := await inbox.get(), Drain):
         if isinstance(message, PrimeTemplate | RefusedRequest):
             raise StencilError(f"it makes pictures alone, not {message}")
@@ -67,9 +67,8 @@ async def _answer(
             continue
         number += 1
         made = _make(arena, message)
-        load = LoadReport(num_received=number, num_running=0, num_waiting=0, is_first=number == 1, costs=costs)
+        load = LoadReport(num_received=number, num_running=0, num_waiting=0, is_first=number == 1, costs=costs if number == 1 else None)
         link.emit(EngineOutputs(outputs=(made,), load=load))
-        costs = None
 
 
 def _make(arena: Arena, request: EngineRequest) -> Finished:

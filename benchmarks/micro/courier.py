@@ -28,7 +28,7 @@ from core.config import EngineConfig, ModelConfig
 from core.ipc.shared_array import Arena, ArenaAllocator, array_bytes
 from core.messages.engine import EngineRequest, Failed, Finished
 from engine.cluster.remote_backend import RemoteBackend
-from engine.cluster.request_arrays import arrays_read, arrays_written, moved
+from core.messages.request_arrays import arrays_read, arrays_written, moved
 from engine.router import local_backend
 from engine.router.engine_backend import EngineBackend
 from engine.router.engine_client import EngineClient, RequestOutput
@@ -100,7 +100,8 @@ def _apart(edit: EngineRequest) -> EngineRequest:
     spec = edit.spec
     refs = {"template": spec.template, "mask": spec.mask, "active": spec.active}  # type: ignore[union-attr]
     changes = {
-        name: msgspec.structs.replace(ref, offset=64 * number) for number, (name, ref) in enumerate(refs.items(), start=1)
+        name: msgspec.structs.replace(ref, offset=64 * number)
+        for number, (name, ref) in enumerate(refs.items(), start=1)
     }
     return msgspec.structs.replace(edit, spec=msgspec.structs.replace(spec, **changes))
 
@@ -164,7 +165,7 @@ async def measure(args_rounds: int, rate: float, seconds: float) -> None:
         nbytes = sum(places["remote"].sizes.values())
         for name in PLACES:
             ms = [1e3 * each for each in alone[name]]
-            print(name, f"median {statistics.median(ms):.2f} p90 {percentile(ms, .9):.2f} max {max(ms):.2f}")
+            print(name, f"median {statistics.median(ms):.2f} p90 {percentile(ms, 0.9):.2f} max {max(ms):.2f}")
         added = statistics.median(b - a for a, b in zip(alone["local"], alone["remote"], strict=True))
         allowed = PROMISED_SECONDS + nbytes / PROMISED_BYTES_PER_SECOND
         print(f"added {1e3 * added:.2f} ms of {1e3 * allowed:.2f} for {nbytes / 1e6:.1f} MB")
@@ -174,10 +175,15 @@ async def measure(args_rounds: int, rate: float, seconds: float) -> None:
                 late = [1e3 * x for x in load.lateness]
                 lat = [1e3 * x for x in load.latencies]
                 mbs = nbytes * len(lat) / load.seconds / 1e6
-                print(name, each, f"{mbs:.0f} MB/s lat med {statistics.median(lat):.1f} p99 {percentile(lat,.99):.1f} | late p50 {statistics.median(late):.2f} p99 {percentile(late,.99):.2f} max {max(late):.2f} | cpu {load.cpu_seconds/load.seconds:.2f}")
+                print(
+                    name,
+                    each,
+                    f"{mbs:.0f} MB/s lat med {statistics.median(lat):.1f} p99 {percentile(lat, 0.99):.1f} | late p50 {statistics.median(late):.2f} p99 {percentile(late, 0.99):.2f} max {max(late):.2f} | cpu {load.cpu_seconds / load.seconds:.2f}",
+                )
 
 
 if __name__ == "__main__":
     local_backend.ENTRY = instant_engine.ENTRY
     import sys
+
     uvloop.run(measure(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])))

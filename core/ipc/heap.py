@@ -19,8 +19,8 @@ def return_freed_memory() -> None:
 
 
 def keep_freed_blocks(kept_bytes: int) -> None:
-    """For a process through which blocks below 1 MiB pass: let the heap keep up to `kept_bytes` of freed memory, and map
-    larger blocks.
+    """For a process through which blocks below 1 MiB pass: let the heap keep up to `kept_bytes` of freed memory. Larger
+    blocks are mapped.
 
     By default glibc returns what is freed at the heap's end, and the next block pays for it page by page: a third of
     the time to receive and decrypt 512 KiB.

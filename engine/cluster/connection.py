@@ -7,6 +7,7 @@ connection encrypts at most 0.3 to 0.6 GB/s; what is under way is limited, and t
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
@@ -19,6 +20,7 @@ import zmq
 
 from core.errors import MessageError
 from engine.cluster.link import Buffer, Frames, Link
+from engine.cluster.pace import Pace
 from engine.engine_core.watchdog import SilenceWatch
 
 CHUNK_BYTES = 512 * 1024
@@ -72,7 +74,9 @@ class Connection:
         other end, after which its owner is told; counted from `run` on."""
         self._peer = peer
         self._links = {name: Link(epoch, partial(transmit, name)) for name in LINKS}
-        self._turns = cycle(self._links[name] for name in ARRAYS)
+        self._arrays = [self._links[name] for name in ARRAYS]
+        self._turns = cycle(self._arrays)
+        self._pace = Pace()
         self._has_room = asyncio.Event()
         self._missing: dict[tuple[str, int], int] = {}  # array -> bytes that have not come
         self._silence = SilenceWatch(silence_seconds, peer.on_silence)
@@ -82,6 +86,11 @@ class Connection:
     def unanswered_bytes(self) -> int:
         """Of all that the other end is not known to have."""
         return sum(link.unanswered_bytes for link in self._links.values())
+
+    @property
+    def byte_seconds(self) -> float:
+        """Seconds that a byte of an array takes, see Pace."""
+        return self._pace.byte_seconds
 
     async def run(self) -> None:
         """Beat until cancelled."""
@@ -103,6 +112,8 @@ class Connection:
         content = array.reshape(-1).view(np.uint8)
         for start in range(0, len(content), CHUNK_BYTES):
             link = await self._link_with_room()
+            if not any(each.unanswered_bytes for each in self._arrays):
+                self._pace.begin(time.monotonic())
             header = msgspec.msgpack.encode(Chunk(request_id, offset, len(content), start))
             link.send(header, zmq.Frame(content[start : start + CHUNK_BYTES], copy=True))
             await asyncio.sleep(0)
@@ -121,12 +132,15 @@ class Connection:
         link = self._links.get(name)
         if link is None:
             raise MessageError(f"there is no link {name!r}")
+        unanswered = link.unanswered_bytes
         content = link.receive(frames)
         self._silence.note_message()
         if name == MESSAGES:
             if content is not None:
                 self._peer.on_message([*map(bytes, content)])
             return
+        if (answered := unanswered - link.unanswered_bytes) > 0:
+            self._pace.note_answered(answered, time.monotonic())
         if content is not None:
             self._take_chunk(content)
             link.answer()

@@ -89,6 +89,11 @@ class Courier(ABC):
         self._connection.receive(link, frames)
 
     @property
+    def byte_seconds(self) -> float:
+        """Seconds that a byte of an array takes to the other end, as far as is known."""
+        return self._connection.byte_seconds
+
+    @property
     def is_flushed(self) -> bool:
         """Whether the other end has all that was sent."""
         return self._outbox.empty() and not self._connection.unanswered_bytes

@@ -22,6 +22,7 @@ from engine.cluster.curve import IO_THREADS, CurveKeys, connect
 from engine.cluster.host_config import HostAddress, HostConfig
 from engine.cluster.link import Frames
 from engine.cluster.server_courier import ServerCourier
+from engine.router.engine_backend import MachineLink
 
 logger = logging.getLogger("stencil.router")
 
@@ -78,6 +79,7 @@ class RemoteEngine:
         self._arena = arena
         self._near = near
         self._why = ""
+        self._courier: ServerCourier | None = None  # None: it is of no machine yet
         self._killed = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name="remote-engine")
 
@@ -85,6 +87,11 @@ class RemoteEngine:
     def placed(self) -> float | None:
         """See StartedEngine."""
         return self._host.placed
+
+    @property
+    def link(self) -> MachineLink | None:
+        """See StartedEngine."""
+        return None if self._courier is None else MachineLink(self._courier.byte_seconds)
 
     async def wait(self) -> object:
         """See StartedEngine."""
@@ -154,7 +161,7 @@ class RemoteEngine:
         seconds = SILENT_SHARE * self._config.engine.hang_seconds
         silent = f"its machine, {where}, gave no sign of life in {seconds:g} s"
         ends = Ends(self._arena, transmit, to_client, lambda: self._end(silent), seconds)
-        courier = ServerCourier(self._config.epoch, ends)
+        self._courier = courier = ServerCourier(self._config.epoch, ends)
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._receive(name, socket, courier)) for name, socket in links.items()]
             running += [tasks.create_task(courier.run()), tasks.create_task(self._pass_on(courier))]

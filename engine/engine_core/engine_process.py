@@ -13,7 +13,7 @@ import shutil
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,7 @@ async def _run_engine(config: EngineConfig, executor: Executor, link: Link, trac
     gc.freeze()  # so that collections do not walk what stays, such as modules
     link.emit(EngineReady(models=tuple(models.values()), device_page_bytes=min(filter(None, page_bytes), default=0)))
     async with asyncio.TaskGroup() as tasks:
-        feeders = [tasks.create_task(link.feed(core.mailbox.put_nowait)), tasks.create_task(_feed_results(executor, core))]
+        feeders = [tasks.create_task(link.feed(core)), tasks.create_task(_feed_results(executor, core))]
         await core.run()
         for feeder in feeders:
             feeder.cancel()
@@ -191,8 +191,8 @@ class Link:
         sent = self._socket.send(payload, zmq.NOBLOCK)
         asyncio.ensure_future(sent).add_done_callback(_check_sent)
 
-    async def feed(self, post: Callable[[ToEngine | RefusedRequest], None]) -> None:
-        """Post all messages that come. A request that cannot be decoded is refused; others go on. Raises MessageError
+    async def feed(self, core: EngineCore) -> None:
+        """Pass messages on to the core. A request that cannot be decoded is refused; others go on. Raises MessageError
         if messages are missing."""
         while True:
             opened = self._envelopes.open(await self._socket.recv())
@@ -206,4 +206,4 @@ class Link:
                 if request_id is None:
                     continue
                 message = RefusedRequest(request_id, failure_of(error))
-            post(message)
+            core.mailbox.put_nowait(message)

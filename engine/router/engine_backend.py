@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import zmq.asyncio
 
 from core.config import EngineConfig
+
+
+class MachineLink(NamedTuple):
+    """The way to an engine of another machine."""
+
+    byte_seconds: float  # seconds that a byte of a request's arrays takes, each way
 
 
 class StartedEngine(Protocol):
@@ -17,6 +23,10 @@ class StartedEngine(Protocol):
     @property
     def placed(self) -> float | None:
         """When a machine had room for it, seconds of CLOCK_MONOTONIC; None: none has yet."""
+
+    @property
+    def link(self) -> MachineLink | None:
+        """The way to it; None: it is of this machine, or of none yet."""
 
     async def wait(self) -> object:
         """Wait until it is gone. Any number of tasks may wait."""

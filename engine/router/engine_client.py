@@ -50,7 +50,7 @@ from core.messages.envelope import Envelopes
 from core.messages.worker import Addition, Removal
 from core.model_info import ModelInfo
 from engine.engine_core.watchdog import SilenceWatch
-from engine.router.engine_backend import EngineBackend, StartedEngine
+from engine.router.engine_backend import EngineBackend, MachineLink, StartedEngine
 
 logger = logging.getLogger("stencil.engine")
 
@@ -172,6 +172,11 @@ class EngineClient:
     @property
     def is_ready(self) -> bool:
         return self._ready.done() and self.error is None
+
+    @property
+    def link(self) -> MachineLink | None:
+        """See StartedEngine."""
+        return None if self._engine is None else self._engine.link
 
     async def stop(self) -> None:
         """Abort all requests and end the engine. One that has failed is already exiting."""

@@ -23,7 +23,7 @@ from core.messages.engine import DropTemplate, EngineRequest, PrimeTemplate, Use
 from core.messages.worker import Addition, Removal
 from core.model_info import ModelInfo
 from core.restarts import MAX_RESTARTS, Restarts, restart_limit
-from engine.router.engine_backend import EngineBackend
+from engine.router.engine_backend import EngineBackend, MachineLink
 from engine.router.engine_client import EngineClient, Waiter
 
 logger = logging.getLogger("stencil.router")
@@ -185,6 +185,11 @@ class EngineReplica:
     def is_alive(self) -> bool:
         """Whether the engine is ready and not known to be dead."""
         return self._client.is_ready
+
+    @property
+    def link(self) -> MachineLink | None:
+        """The way to it; None: it is of this machine, or of none yet."""
+        return self._client.link
 
     @property
     def state(self) -> ReplicaState:

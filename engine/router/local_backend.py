@@ -17,7 +17,6 @@ from core.ipc.process import ChildProcess, spawn
 from core.ipc.shared_array import Arena
 from engine.engine_core.engine_process import EngineProcessConfig
 
-
 ENTRY = "engine.engine_core.engine_process:main"
 """What an engine's process runs, see `spawn`."""
 
@@ -28,6 +27,7 @@ class LocalEngine:
     def __init__(self, process: ChildProcess, folder: Path) -> None:
         """folder: with the socket; the process removes it when it has connected."""
         self.placed = time.monotonic()
+        self.link = None
         self._process = process
         self._folder = folder
 

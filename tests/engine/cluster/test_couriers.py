@@ -40,7 +40,7 @@ from engine.cluster import connection
 from engine.cluster.courier import Ends
 from engine.cluster.host_courier import HostCourier
 from engine.cluster.link import Frames
-from engine.cluster.request_arrays import arrays_read, arrays_written, moved
+from core.messages.request_arrays import arrays_read, arrays_written, moved
 from engine.cluster.server_courier import ServerCourier
 
 EPOCH = 2**64 - 7

@@ -6,12 +6,12 @@ An engine of another machine has an arena of its own: it gets copies of what it 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import msgspec
+import numpy as np
 
 from core.handles import ArrayRef
-from core.ipc.shared_array import array_bytes
 from core.messages.engine import EngineRequest, PrimeTemplate
 from core.messages.specs import EditSpec, MaskSpec
 
@@ -38,6 +38,18 @@ def arrays_written(message: EngineRequest | PrimeTemplate) -> list[ArrayRef]:
     return _largest(results)
 
 
+class Copied(NamedTuple):
+    """Bytes that are copied for a request of an engine of another machine."""
+
+    read: int  # before it begins
+    written: int  # once it is done
+
+
+def copied(message: EngineRequest | PrimeTemplate) -> Copied:
+    """At most: previews that are never made are not copied."""
+    return Copied(sum(map(_nbytes, arrays_read(message))), sum(map(_nbytes, arrays_written(message))))
+
+
 def moved(message: T, offsets: Mapping[int, int]) -> T:
     """A message with the same arrays at other places. offsets: offset of each array -> its new one."""
     return cast(T, _moved(message, offsets))
@@ -47,9 +59,13 @@ def _largest(refs: Iterator[ArrayRef] | list[ArrayRef]) -> list[ArrayRef]:
     """Each place once, with the largest array there; empty ones are nowhere."""
     found: dict[int, ArrayRef] = {}
     for ref in refs:
-        if ref.size and (ref.offset not in found or array_bytes(found[ref.offset]) < array_bytes(ref)):
+        if ref.size and (ref.offset not in found or _nbytes(found[ref.offset]) < _nbytes(ref)):
             found[ref.offset] = ref
     return list(found.values())
+
+
+def _nbytes(ref: ArrayRef) -> int:
+    return ref.size * np.dtype(ref.dtype).itemsize
 
 
 def _refs(value: object) -> Iterator[ArrayRef]:
