@@ -67,7 +67,13 @@ async def _answer(link: Link, arena: Arena, inbox: asyncio.Queue[ToEngine | Refu
             continue
         number += 1
         made = _make(arena, message)
-        load = LoadReport(num_received=number, num_running=0, num_waiting=0, is_first=number == 1, costs=costs if number == 1 else None)
+        load = LoadReport(
+            num_received=number,
+            num_running=0,
+            num_waiting=0,
+            is_first=number == 1,
+            costs=costs if number == 1 else None,
+        )
         link.emit(EngineOutputs(outputs=(made,), load=load))
 
 

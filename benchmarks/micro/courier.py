@@ -1,8 +1,8 @@
-"""What the way to an engine of another machine costs: engines that answer at once, on this machine and as on another
-one (ChildHost), whose requests are edits of 1024 x 1024 px: 4.2 MB there, the picture's 3.1 MB back.
+"""What the way to an engine of another machine costs, with engines that answer at once, one as on another machine
+(ChildHost) and one as on this one. Requests are edits of 1024 x 1024 px, whose arrays are 4.2 MB; the picture's are 3.1.
 
-`alone`: one request at a time, in turns. `stream`: requests at a rate, beside which a timer shows how late the event
-loop is that the API server shares with its couriers; and as many as go through.
+`alone`: one edit at a time, at the two engines in turns. `stream`: edits at a rate, beside which a timer shows how late
+the event loop is that an API server shares with its couriers; and as many edits as go through.
 """
 
 from __future__ import annotations
@@ -10,114 +10,147 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
-import psutil
 import uvloop
 
 from benchmarks.command import command
 from benchmarks.load import instant_engine
 from benchmarks.load.child_host import ChildHost
-from benchmarks.report import percentile, print_report
-from benchmarks.simulation.scenario import IMAGE_TOKENS, edit_of
+from benchmarks.report import Row, Value, percentile, print_report
+from benchmarks.simulation.machine import IMAGE_TOKENS
+from benchmarks.simulation.scenario import edit_of
 from core.config import EngineConfig, ModelConfig
+from core.handles import ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator, array_bytes
-from core.messages.engine import EngineRequest, Failed, Finished
+from core.messages.engine import EngineRequest, Finished
+from core.messages.request_arrays import arrays_read, arrays_written, copied, moved
+from core.messages.specs import EditSpec
+from engine.cluster.pace import EXPECTED_BYTES_PER_SECOND
 from engine.cluster.remote_backend import RemoteBackend
-from core.messages.request_arrays import arrays_read, arrays_written, moved
 from engine.router import local_backend
 from engine.router.engine_backend import EngineBackend
 from engine.router.engine_client import EngineClient, RequestOutput
 
+CONFIG = EngineConfig(models=(ModelConfig(device="cuda"),))  # whose workers no launcher forks
 ARENA_BYTES = 1 << 30
 ACTIVE_SHARE = 0.25
+WARM_UPS = 10
+PAUSE_SECONDS = 0.01
+"""Between two edits alone."""
+
 TICK_SECONDS = 0.002
-PLACES = ("local", "remote")
-PROMISED_SECONDS, PROMISED_BYTES_PER_SECOND = 0.005, 0.3e9
+"""Of the timer beside a stream."""
+
+MOST = 16
+"""Edits of a stream at a time."""
+
+LATENCY_BAR = 0.005
+"""Seconds that a lone edit may take longer, beside its bytes at EXPECTED_BYTES_PER_SECOND."""
 
 
 @dataclass
 class Load:
-    """What a stream has met: seconds of its requests, how late the loop's timer was, and CPU seconds of this process."""
+    """What a stream has met, in seconds. lateness: of the timer."""
 
     latencies: list[float] = field(default_factory=list)
     lateness: list[float] = field(default_factory=list)
     seconds: float = 0.0
-    cpu_seconds: float = 0.0
 
 
 class Place:
-    """An engine, and the edits that are sent there."""
+    """An engine, and the edits that it makes."""
 
-    def __init__(self, arena: Arena, allocator: ArenaAllocator, backend: EngineBackend) -> None:
-        self._allocator = allocator
-        config = EngineConfig(models=(ModelConfig(device="cuda"),))  # whose workers no launcher forks
-        self._client = EngineClient(config, backend, lambda models, _: None, lambda load, stats: None, 60.0)
+    def __init__(self, arena: Arena, allocator: ArenaAllocator, client: EngineClient) -> None:
+        """client: of an engine that serves."""
+        self._arena, self._allocator, self._client = arena, allocator, client
+        self._edit = example()
         self._number = 0
-        edit = edit_of(0, 0.0, int(ACTIVE_SHARE * IMAGE_TOKENS), 28, 0)
-        self._edit = msgspec.structs.replace(edit, model=config.models[0].name)
-        refs = [*arrays_read(_apart(self._edit)), *arrays_written(_apart(self._edit))]
-        self.sizes = {ref.offset: array_bytes(ref) for ref in refs}
-        self._arena = arena
-
-    async def start(self) -> asyncio.Task[None]:
-        """Its connection's task, once it serves."""
-        self._client.start()
-        running = asyncio.create_task(self._client.run())
-        await self._client.ready()
-        return running
-
-    async def close(self) -> None:
-        await self._client.stop()
-        await self._client.close()
 
     async def edit(self) -> float:
-        """Seconds from the message to the answer."""
-        refs = {offset: self._allocator.alloc(size) for offset, size in self.sizes.items()}
-        request = moved(_apart(self._edit), {offset: ref.offset for offset, ref in refs.items()})
+        """Seconds from the message to its answer."""
+        refs = [*arrays_read(self._edit), *arrays_written(self._edit)]
+        places = {ref.offset: self._allocator.alloc(array_bytes(ref)) for ref in refs}
+        self._number += 1
+        request = moved(self._edit, {offset: place.offset for offset, place in places.items()})
+        request = msgspec.structs.replace(request, request_id=str(self._number))
         for ref in arrays_read(request):
             self._arena.view(ref)[:] = 1
-        self._number += 1
         answer: asyncio.Future[RequestOutput] = asyncio.get_running_loop().create_future()
         start = time.perf_counter()
-        self._client.submit(msgspec.structs.replace(request, request_id=str(self._number)), answer.set_result)
+        self._client.submit(request, answer.set_result)
         output = await answer
         seconds = time.perf_counter() - start
-        for ref in refs.values():
-            self._allocator.free(ref)
-        if isinstance(output, Failed):
-            raise output.failure.to_error()
-        assert isinstance(output, Finished)
+        assert isinstance(output, Finished), output
+        for place in places.values():
+            self._allocator.free(place)
         return seconds
 
 
-def _apart(edit: EngineRequest) -> EngineRequest:
-    """The edit with a number of its own as each array's offset."""
+def example() -> EngineRequest:
+    """An edit, each of whose arrays has an offset of its own."""
+    edit = edit_of(0, 0.0, int(ACTIVE_SHARE * IMAGE_TOKENS), steps=28, template=0)
     spec = edit.spec
-    refs = {"template": spec.template, "mask": spec.mask, "active": spec.active}  # type: ignore[union-attr]
-    changes = {
-        name: msgspec.structs.replace(ref, offset=64 * number)
-        for number, (name, ref) in enumerate(refs.items(), start=1)
-    }
-    return msgspec.structs.replace(edit, spec=msgspec.structs.replace(spec, **changes))
+    assert isinstance(spec, EditSpec)
+
+    def at(number: int, ref: ArrayRef) -> ArrayRef:
+        return msgspec.structs.replace(ref, offset=64 * number)
+
+    spec = msgspec.structs.replace(
+        spec, template=at(1, spec.template), mask=at(2, spec.mask), active=at(3, spec.active)
+    )
+    return msgspec.structs.replace(edit, model=CONFIG.models[0].name, spec=spec)
 
 
-async def stream(place: Place, rate: float | None, seconds: float, most: int) -> Load:
-    """Send edits at a rate, None: `most` at a time, as many as go through."""
-    load, slots, process = Load(), asyncio.Semaphore(most), psutil.Process()
+@asynccontextmanager
+async def places() -> AsyncIterator[Mapping[str, Place]]:
+    """An engine of this machine and one as of another one, which serve."""
+    async with AsyncExitStack() as stack:
+        arena = Arena.create(0, ARENA_BYTES)
+        stack.callback(arena.close)
+        allocator = ArenaAllocator(arena)
+        backends = {"here": local_backend.LocalBackend(arena), "there": RemoteBackend(arena, ChildHost)}
+        clients = {name: await _serving(stack, backend) for name, backend in backends.items()}
+        yield {name: Place(arena, allocator, client) for name, client in clients.items()}
+
+
+async def _serving(stack: AsyncExitStack, backend: EngineBackend) -> EngineClient:
+    client = EngineClient(CONFIG, backend, lambda models, nbytes: None, lambda load, stats: None, 60.0)
+    client.start()
+    running = asyncio.create_task(client.run())
+    stack.callback(running.cancel)
+    stack.push_async_callback(client.close)
+    stack.push_async_callback(client.stop)
+    await client.ready()
+    return client
+
+
+async def alone(places: Mapping[str, Place], rounds: int) -> dict[str, list[float]]:
+    """Seconds of edits, in turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in places}
+    for number in range(-WARM_UPS, rounds):
+        for name, place in places.items():
+            taken = await place.edit()
+            if number >= 0:
+                seconds[name].append(taken)
+            await asyncio.sleep(PAUSE_SECONDS)
+    return seconds
+
+
+async def stream(place: Place, rate: float | None, seconds: float) -> Load:
+    """Edits at a rate, MOST of them at a time; None: as many as go through."""
+    load, slots = Load(), asyncio.Semaphore(MOST)
     ticking = asyncio.create_task(_tick(load.lateness))
-    before, start = sum(process.cpu_times()[:2]), time.perf_counter()
 
     async def one() -> None:
-        try:
-            load.latencies.append(await place.edit())
-        finally:
-            slots.release()
+        load.latencies.append(await place.edit())
+        slots.release()
 
+    start = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
         number = 0
         while (now := time.perf_counter()) < start + seconds:
@@ -127,7 +160,6 @@ async def stream(place: Place, rate: float | None, seconds: float, most: int) ->
             tasks.create_task(one())
             number += 1
     load.seconds = time.perf_counter() - start
-    load.cpu_seconds = sum(process.cpu_times()[:2]) - before
     ticking.cancel()
     with suppress(asyncio.CancelledError):
         await ticking
@@ -141,49 +173,43 @@ async def _tick(lateness: list[float]) -> None:
         lateness.append(time.perf_counter() - due)
 
 
-async def measure(args_rounds: int, rate: float, seconds: float) -> None:
-    async with AsyncExitStack() as stack:
-        arena = Arena.create(0, ARENA_BYTES)
-        allocator = ArenaAllocator(arena)
-        backends: dict[str, EngineBackend] = {
-            "local": local_backend.LocalBackend(arena),
-            "remote": RemoteBackend(arena, ChildHost),
+async def measure(rounds: int, megabytes: float, seconds: float, output: Path | None) -> None:
+    nbytes = sum(copied(example()))
+    async with places() as found:
+        lone = await alone(found, rounds)
+        streams = {
+            (name, rate): await stream(place, rate, seconds)
+            for rate in (1.0, megabytes * 1e6 / nbytes, None)
+            for name, place in found.items()
         }
-        places = {}
-        for name, backend in backends.items():
-            places[name] = Place(arena, allocator, backend)
-            running = await places[name].start()
-            stack.callback(running.cancel)
-            stack.push_async_callback(places[name].close)
-        alone = defaultdict[str, list[float]](list)
-        for number in range(args_rounds + 5):
-            for name in PLACES:
-                taken = await places[name].edit()
-                if number >= 5:
-                    alone[name].append(taken)
-                await asyncio.sleep(0.01)
-        nbytes = sum(places["remote"].sizes.values())
-        for name in PLACES:
-            ms = [1e3 * each for each in alone[name]]
-            print(name, f"median {statistics.median(ms):.2f} p90 {percentile(ms, 0.9):.2f} max {max(ms):.2f}")
-        added = statistics.median(b - a for a, b in zip(alone["local"], alone["remote"], strict=True))
-        allowed = PROMISED_SECONDS + nbytes / PROMISED_BYTES_PER_SECOND
-        print(f"added {1e3 * added:.2f} ms of {1e3 * allowed:.2f} for {nbytes / 1e6:.1f} MB")
-        for name in PLACES:
-            for each in (0.5, rate, None):
-                load = await stream(places[name], each, seconds, 16)
-                late = [1e3 * x for x in load.lateness]
-                lat = [1e3 * x for x in load.latencies]
-                mbs = nbytes * len(lat) / load.seconds / 1e6
-                print(
-                    name,
-                    each,
-                    f"{mbs:.0f} MB/s lat med {statistics.median(lat):.1f} p99 {percentile(lat, 0.99):.1f} | late p50 {statistics.median(late):.2f} p99 {percentile(late, 0.99):.2f} max {max(late):.2f} | cpu {load.cpu_seconds / load.seconds:.2f}",
-                )
+    added = statistics.median(there - here for here, there in zip(lone["here"], lone["there"], strict=True))
+    allowed = LATENCY_BAR + nbytes / EXPECTED_BYTES_PER_SECOND
+    rows: list[Row] = [
+        (f"alone, {name}", f"median {1e3 * statistics.median(each):.1f} ms, P90 {1e3 * percentile(each, 0.9):.1f} ms")
+        for name, each in lone.items()
+    ]
+    rows.append(("there longer by", f"median {1e3 * added:.1f} ms, allowed {1e3 * allowed:.1f} ms"))
+    result: dict[str, Value] = {"benchmark": "courier", "megabytes": nbytes / 1e6, "rounds": rounds}
+    result |= {"added_ms": 1e3 * added, "allowed_ms": 1e3 * allowed}
+    for (name, rate), load in streams.items():
+        speed = nbytes * len(load.latencies) / load.seconds / 1e6
+        p50, p99, most = (1e3 * percentile(load.lateness, share) for share in (0.5, 0.99, 1.0))
+        median = 1e3 * statistics.median(load.latencies)
+        asked = "all" if rate is None else f"{rate * nbytes / 1e6:.0f}"
+        late = f"timer late by {p50:.1f} ms, P99 {p99:.1f}, at most {most:.1f}"
+        rows.append((f"{asked} MB/s, {name}", f"{speed:.0f} MB/s, median {median:.1f} ms; {late}"))
+        result |= {f"{name}_{asked}_mbps": speed, f"{name}_{asked}_late_p99_ms": p99}
+    print_report(f"an edit's {nbytes / 1e6:.1f} MB to an engine here and there", rows, result, output)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command(__doc__, rounds=100)
+    parser.add_argument("--megabytes", type=float, default=100.0, help="of arrays in a second of the stream")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each stream")
+    args = parser.parse_args(argv)
+    local_backend.ENTRY = instant_engine.ENTRY
+    uvloop.run(measure(args.rounds, args.megabytes, args.seconds, args.output))
 
 
 if __name__ == "__main__":
-    local_backend.ENTRY = instant_engine.ENTRY
-    import sys
-
-    uvloop.run(measure(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])))
+    main()
