@@ -58,7 +58,6 @@ async def _serve(settings: EngineProcessConfig, arena: Arena) -> None:
 
 async def _answer(link: Link, arena: Arena, inbox: asyncio.Queue[ToEngine | RefusedRequest], names: list[str]) -> None:
     """Until the API server wants it to end."""
-    costs = _costs(names)
     number = 0
     while not isinstance(message := await inbox.get(), Drain):
         if isinstance(message, PrimeTemplate | RefusedRequest):
@@ -67,13 +66,9 @@ async def _answer(link: Link, arena: Arena, inbox: asyncio.Queue[ToEngine | Refu
             continue
         number += 1
         made = _make(arena, message)
-        load = LoadReport(
-            num_received=number,
-            num_running=0,
-            num_waiting=0,
-            is_first=number == 1,
-            costs=costs if number == 1 else None,
-        )
+        load = LoadReport(num_received=number, num_running=0, num_waiting=0)
+        if number == 1:
+            load = msgspec.structs.replace(load, is_first=True, costs=_costs(names))
         link.emit(EngineOutputs(outputs=(made,), load=load))
 
 

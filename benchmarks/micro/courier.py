@@ -1,5 +1,5 @@
 """What the way to an engine of another machine costs, with engines that answer at once, one as on another machine
-(ChildHost) and one as on this one. Requests are edits of 1024 x 1024 px, whose arrays are 4.2 MB; the picture's are 3.1.
+(ChildHost) and one as on this one. Requests are edits of 1024 x 1024 px, whose arrays are 4.2 MB, the picture's 3.1.
 
 `alone`: one edit at a time, at the two engines in turns. `stream`: edits at a rate, beside which a timer shows how late
 the event loop is that an API server shares with its couriers; and as many edits as go through.
@@ -113,7 +113,10 @@ async def places() -> AsyncIterator[Mapping[str, Place]]:
         arena = Arena.create(0, ARENA_BYTES)
         stack.callback(arena.close)
         allocator = ArenaAllocator(arena)
-        backends = {"here": local_backend.LocalBackend(arena), "there": RemoteBackend(arena, ChildHost)}
+        backends: dict[str, EngineBackend] = {
+            "here": local_backend.LocalBackend(arena),
+            "there": RemoteBackend(arena, ChildHost),
+        }
         clients = {name: await _serving(stack, backend) for name, backend in backends.items()}
         yield {name: Place(arena, allocator, client) for name, client in clients.items()}
 

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ):
         server.wait_for("/ready")
         for size in args.sizes:
-            mix = Mix(num_inference_steps="fixed:8", sizes=size)
+            mix = Mix(num_inference_steps="8", sizes=size)
             calls = synthetic(mix, NUM_CALLS, np.random.default_rng(0))
             measure(server, clients, size, calls, args.concurrency, args.seconds, args.output)
 
@@ -61,9 +61,8 @@ def measure(
     clients.submit(send, server.url, calls, concurrency, 2.0).result()
     before = cpu_by_name(server.process.pid)
     number, taken = clients.submit(send, server.url, calls, concurrency, seconds).result()
-    spent = {
-        name: 1e3 * (each - before.get(name, 0.0)) / number for name, each in cpu_by_name(server.process.pid).items()
-    }
+    after = cpu_by_name(server.process.pid)
+    spent = {name: 1e3 * (each - before.get(name, 0.0)) / number for name, each in after.items()}
     images = sum(each for name, each in spent.items() if name.startswith(IMAGES))
     api = sum(each for name, each in spent.items() if not name.startswith("stencil-"))
     rows: list[Row] = [

@@ -1,4 +1,4 @@
-"""Two engines as on other machines (ChildHost) against two of this machine: edits per second, and a lone edit's latency.
+"""Two engines as on other machines (ChildHost) against two of this machine: throughput, and a lone edit's latency.
 
 Both servers run all the time and take turns. `shared`: the share of the processors' time that goes to what stands
 between clients and engines (API server, hosts, image processors), which is more there: encryption, copies.
@@ -64,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="of a turn")
     args = parser.parse_args(argv)
     random = np.random.default_rng(0)
-    calls = synthetic(Mix(num_inference_steps=f"fixed:{args.steps}", sizes=args.sizes), NUM_CALLS, random)
-    large = synthetic(Mix(num_inference_steps="fixed:2", sizes="1024x1024"), LONE_EDITS, random)
+    calls = synthetic(Mix(num_inference_steps=str(args.steps), sizes=args.sizes), NUM_CALLS, random)
+    large = synthetic(Mix(num_inference_steps="2", sizes="1024x1024"), LONE_EDITS, random)
     flags = [*model_flags(args), "--data-parallel-size", "2", "--no-mask-aware", "--no-playground"]
     with ExitStack() as stack:
         turns = dict[Place, Turns]()
