@@ -30,6 +30,9 @@ from engine.engine_core.engine_process import EngineProcessConfig, Link, connect
 ENTRY = f"{__name__}:main"
 """See `engine.router.local_backend.ENTRY`."""
 
+PARTS = ("queue", "encode", "prime", "denoise", "decode")
+"""Of `Finished.ms`."""
+
 STEP_SECONDS = 1e-3
 """Of the cost model that it reports, so that routers predict."""
 
@@ -78,7 +81,7 @@ def _make(arena: Arena, request: EngineRequest) -> Finished:
             arena.view(spec.pixels)[:] = arena.view(spec.template)
         case GenerationSpec() as spec:
             arena.view(spec.pixels)[:] = 0
-    return Finished(request.request_id, {}, 1, False, "off", None, False, 0, time.monotonic())
+    return Finished(request.request_id, dict.fromkeys(PARTS, 0.0), 1, False, "off", None, False, 0, time.monotonic())
 
 
 def _costs(names: list[str]) -> EngineCosts:

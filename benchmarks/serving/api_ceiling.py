@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--concurrency", type=int, default=16, help="clients")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each size")
     args = parser.parse_args(argv)
-    flags = ["--data-parallel-size", str(args.engines), "--no-playground"]
+    flags = ["--data-parallel-size", str(args.engines), "--no-playground", "--log-level", "warning"]
     with (
         start_server(flags, MODULE, environment=environment("local", is_instant=True)) as server,
         ProcessPoolExecutor(1, get_context("spawn")) as clients,

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     random = np.random.default_rng(0)
     calls = synthetic(Mix(num_inference_steps=str(args.steps), sizes=args.sizes), NUM_CALLS, random)
     large = synthetic(Mix(num_inference_steps="2", sizes="1024x1024"), LONE_EDITS, random)
-    flags = [*model_flags(args), "--data-parallel-size", "2", "--no-mask-aware", "--no-playground"]
+    flags = [*model_flags(args), "--data-parallel-size", "2", "--no-mask-aware", "--log-level", "warning"]
     with ExitStack() as stack:
         turns = dict[Place, Turns]()
         for place in PLACES:
