@@ -5,6 +5,10 @@ from __future__ import annotations
 EXPECTED_BYTES_PER_SECOND = 0.3e9
 """Of two connections that are encrypted, before anything was measured: what slow cores do."""
 
+LEAST_BYTES_PER_SECOND = 10e6
+"""Less was no way, but a broken connection: an engine whose way seems that slow would get no more requests that show
+the opposite."""
+
 LEAST_BYTES = 256 * 1024
 """Of an observation: what less takes says more of the way's length than of its width."""
 
@@ -32,7 +36,8 @@ class Pace:
         """The other end has said that it has so many more bytes."""
         self._answered += nbytes
         if self._answered >= LEAST_BYTES:
+            seconds = min(now - self._since, self._answered / LEAST_BYTES_PER_SECOND)
             kept = max(0.0, 1.0 - self._answered / WEIGHT_BYTES)
             self._bytes = kept * self._bytes + self._answered
-            self._seconds = kept * self._seconds + now - self._since
+            self._seconds = kept * self._seconds + seconds
             self.begin(now)

@@ -32,3 +32,10 @@ def test_what_is_small_shows_nothing() -> None:
     assert pace.byte_seconds == Pace().byte_seconds
     pace.note_answered(1, 1.0)
     assert pace.byte_seconds > Pace().byte_seconds
+
+
+def test_a_connection_that_breaks_is_no_slow_way() -> None:
+    pace = Pace()
+    pace.begin(0.0)
+    pace.note_answered(MB, 8.0)
+    assert pace.byte_seconds < 10 * Pace().byte_seconds
