@@ -66,7 +66,6 @@ class RequestShape:
     controlnets: tuple[str, ...] = ()  # names, in alphabetical order
     num_controls: int = 0  # control pictures
     steered: tuple[Loop, ...] = ()  # for each loop, the steps that they steer
-
     # Itself, for what is asked of it only where engines are on other machines; None: it is not there yet.
     request: EngineRequest | PrimeTemplate | None = field(default=None, compare=False, repr=False)
 

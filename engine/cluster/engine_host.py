@@ -132,6 +132,7 @@ class EngineHost:
                 return self.end(f"the API server is out of order: {error}")
             except OutOfMemoryError as error:
                 return self.end(str(error))
+            await asyncio.sleep(0)  # messages that are there already would let nothing else run
 
     async def _pass_on(self, near: zmq.asyncio.Socket, courier: HostCourier) -> None:
         while True:

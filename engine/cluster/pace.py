@@ -1,4 +1,4 @@
-"""Pace: what a byte takes on the way to another machine, learnt from what was sent."""
+"""Pace: what a byte takes on the way to another machine, learnt from what was sent, for both directions."""
 
 from __future__ import annotations
 
