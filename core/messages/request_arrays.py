@@ -5,7 +5,7 @@ An engine of another machine has an arena of its own: it gets copies of what it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar, cast
 
 import msgspec
@@ -23,8 +23,12 @@ WRITTEN = ("outputs", "previews", "kept_states")
 
 def arrays_read(message: EngineRequest | PrimeTemplate) -> list[ArrayRef]:
     """What an engine reads for a request and does not write itself, each place once."""
-    written = {ref.offset for ref in arrays_written(message)}
-    return [ref for ref in _largest(_refs(message)) if ref.offset not in written]
+    return _read(message, arrays_written(message))
+
+
+def _read(message: EngineRequest | PrimeTemplate, written: Sequence[ArrayRef]) -> list[ArrayRef]:
+    offsets = {ref.offset for ref in written}
+    return [ref for ref in _largest(_refs(message)) if ref.offset not in offsets]
 
 
 def arrays_written(message: EngineRequest | PrimeTemplate) -> list[ArrayRef]:
@@ -47,7 +51,8 @@ class Copied(NamedTuple):
 
 def copied(message: EngineRequest | PrimeTemplate) -> Copied:
     """At most: previews that are never made are not copied."""
-    return Copied(sum(map(_nbytes, arrays_read(message))), sum(map(_nbytes, arrays_written(message))))
+    written = arrays_written(message)
+    return Copied(sum(map(_nbytes, _read(message, written))), sum(map(_nbytes, written)))
 
 
 def moved(message: T, offsets: Mapping[int, int]) -> T:
@@ -55,7 +60,7 @@ def moved(message: T, offsets: Mapping[int, int]) -> T:
     return cast(T, _moved(message, offsets))
 
 
-def _largest(refs: Iterator[ArrayRef] | list[ArrayRef]) -> list[ArrayRef]:
+def _largest(refs: Iterable[ArrayRef]) -> list[ArrayRef]:
     """Each place once, with the largest array there; empty ones are nowhere."""
     found: dict[int, ArrayRef] = {}
     for ref in refs:
@@ -68,19 +73,30 @@ def _nbytes(ref: ArrayRef) -> int:
     return ref.size * np.dtype(ref.dtype).itemsize
 
 
-def _refs(value: object) -> Iterator[ArrayRef]:
-    match value:
-        case ArrayRef():
-            yield value
-        case msgspec.Struct():
-            for name in value.__struct_fields__:
-                yield from _refs(getattr(value, name))
-        case tuple():
-            for each in value:
-                yield from _refs(each)
-        case dict():
-            for each in value.values():
-                yield from _refs(each)
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+"""Types of most fields."""
+
+
+def _refs(value: object) -> list[ArrayRef]:
+    found: list[ArrayRef] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: object, found: list[ArrayRef]) -> None:
+    """Add all that are in a value. For every request to another machine, before it is routed."""
+    if isinstance(value, ArrayRef):
+        found.append(value)
+    elif isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            if type(each := getattr(value, name)) not in _PLAIN:
+                _collect(each, found)
+    elif isinstance(value, tuple):
+        for each in value:
+            _collect(each, found)
+    elif isinstance(value, dict):
+        for each in value.values():
+            _collect(each, found)
 
 
 def _moved(value: object, offsets: Mapping[int, int]) -> object:
