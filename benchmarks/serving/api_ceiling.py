@@ -64,9 +64,9 @@ def measure(
     before = cpu_by_name(server.process.pid)
     number, taken = clients.submit(send, server.url, calls, concurrency, seconds).result()
     after = cpu_by_name(server.process.pid)
-    spent = {name: 1e3 * (each - before.get(name, 0.0)) / number for name, each in after.items()}
-    images = sum(each for name, each in spent.items() if name.startswith(IMAGES))
-    api = sum(each for name, each in spent.items() if not name.startswith("stencil-"))
+    spent = {process: 1e3 * (each - before.get(process, 0.0)) / number for process, each in after.items()}
+    images = sum(each for process, each in spent.items() if process.startswith(IMAGES))
+    api = sum(each for process, each in spent.items() if not process.startswith("stencil-"))
     rows: list[Row] = [
         ("measured, beside the clients", f"{number / taken:.0f} requests/s"),
         ("API server", f"{api:.2f} ms of a core for each: at most {1e3 / api:.0f} requests/s"),
