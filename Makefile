@@ -9,7 +9,7 @@ DEV := $(VENV)/.installed-dev
 BROWSER := tests/browser/node_modules/.installed
 TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
-BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-found-masks bench-shared-denoiser bench-two-workflows bench-twelve-workflows bench-workflows bench-written-workflow bench-adapter-wait bench-approximate-caching bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-controlnet-beside bench-workflow-node bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-scheduler-scale bench-coordinator bench-quality simulate soak
+BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-found-masks bench-shared-denoiser bench-two-workflows bench-twelve-workflows bench-workflows bench-written-workflow bench-adapter-wait bench-approximate-caching bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-controlnet-beside bench-workflow-node bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-courier bench-remote bench-api bench-router-decision bench-scheduler-scale bench-coordinator bench-quality simulate soak
 
 .DEFAULT_GOAL := help
 .PHONY: $(BENCHMARKS) help serve test test-ray test-slow test-latest test-browser fuzz lint types format wheel train-embedded train-edges train-segmenter train-unet gpu-run bench-playground calibrate profile clean
@@ -101,6 +101,9 @@ bench-vae: MODULE := benchmarks.micro.vae_region  ## Decoding the region of an e
 bench-cache: MODULE := benchmarks.micro.cache_policy  ## Cost of the cache manager's bookkeeping, and its hit ratio against LRU and the optimum
 bench-block-plan: MODULE := benchmarks.micro.block_plan  ## A step whose pages come from a slow tier: naive, pipelined, Algorithm 1, ours, ideal
 bench-cost-model: MODULE := benchmarks.micro.cost_model  ## How well the cost model predicts held-out batches
+bench-courier: MODULE := benchmarks.micro.courier  ## The way to an engine of another machine: time of an edit's arrays, and of the API server's event loop meanwhile
+bench-remote: MODULE := benchmarks.serving.remote_engines  ## Two engines as on other machines against two of this one: throughput, and latency of a lone edit
+bench-api: MODULE := benchmarks.serving.api_ceiling  ## Requests per second of one API server, with engines that answer at once
 bench-router-decision: MODULE := benchmarks.micro.router_decision  ## Time of a routing decision, and what the router costs
 bench-scheduler-scale: MODULE := benchmarks.micro.scheduler_scale  ## CPU time of an engine's loop with 16 to 256 ranks and up to 5,000 waiting requests; of the scheduling policy by ARGS="--policy default --ranks 64 --waiting 300"
 bench-coordinator: MODULE := benchmarks.micro.coordinator  ## CPU time of the scheduler with the default policy and of its messages, per node, with 16 to 256 ranks and 500 requests in flight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,6 +29,16 @@ def cpu_seconds(root: int) -> float:
             times = process.cpu_times()
             total += times.user + times.system
     return total
+
+
+def cpu_by_name(root: int) -> dict[str, float]:
+    """The same by the names of processes."""
+    found = defaultdict[str, float](float)
+    for process in processes(root):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            found[process.name()] += times.user + times.system
+    return found
 
 
 def cpu_share(root: int, seconds: float) -> float:

@@ -124,6 +124,7 @@ SCENARIOS: dict[str, Scenario] = {
     "decision-256": replace(
         MIX, name="decision-256", num_engines=256, num_edits=4000, num_warm_up=0, load=0.85, learns=True
     ),
+    "decision-512": replace(MIX, name="decision-512", num_engines=512, num_edits=2000, num_warm_up=0, learns=True),
 }
 
 

@@ -18,6 +18,16 @@ def return_freed_memory() -> None:
     _set({_M_MMAP_THRESHOLD: 1024**2, _M_ARENA_MAX: 1})
 
 
+def keep_freed_blocks(kept_bytes: int) -> None:
+    """For a process through which blocks below 1 MiB pass: let the heap keep up to `kept_bytes` of freed memory. Larger
+    blocks are mapped.
+
+    By default glibc returns what is freed at the heap's end, and the next block pays for it page by page: a third of
+    the time to receive and decrypt 512 KiB.
+    """
+    _set({_M_MMAP_THRESHOLD: 1024**2, _M_TRIM_THRESHOLD: kept_bytes})
+
+
 def keep_freed_memory(kept_bytes: int) -> None:
     """For a process that repeats the same allocations: take blocks below 32 MiB, glibc's limit, from the heap, and let
     the heap keep up to `kept_bytes` of freed memory.

@@ -32,7 +32,7 @@ from core.handles import RankIds
 from core.routing.engine_lanes import EngineLanes, Lane
 from core.routing.engine_queue import EngineQueue, QueueRest
 from core.routing.fleet_costs import FleetCosts, SizeCosts, TokensBeside, Vector
-from core.routing.model_map import LoadWait, ModelMap
+from core.routing.model_map import NOTHING, LoadWait, ModelMap
 from core.routing.overtaking import staying_ahead
 from core.routing.request_shape import RequestShape
 from core.routing.template_map import Counts, TemplateMap, TemplatePages
@@ -60,6 +60,13 @@ class EngineSlots(NamedTuple):
     left: Vector  # seconds from then until all of them are done, if no other begins, shape [engines]
     steps: Vector  # steps left in each slot, most first, shape [slots, engines]
     seconds: Vector  # seconds that the request in each slot adds to a step, shape [slots, engines]
+
+
+class CopySeconds(NamedTuple):
+    """Seconds that a request's arrays take to each engine and back, shape [engines] or [1]."""
+
+    there: Vector
+    back: Vector
 
 
 LaneKind = tuple[tuple[Weights, ...], int]
@@ -136,6 +143,7 @@ class Fleet:
         self._lanes = [EngineLanes((0,), max_num_seqs, 0.0) for _ in range(num_engines)]
         self._known: dict[LaneKind, _KnownSlots] = {ANY: _KnownSlots.empty(max_num_seqs, num_engines)}
         self.last_sent: Counts = np.full(num_engines, -1.0)  # number of the last send there, counted over all engines
+        self._byte_seconds: Vector = np.zeros(num_engines)  # of arrays that are copied there, each way
         self._num_held = 0.0
         self._num_sends = 0
         self._num_sent = [0] * num_engines  # since the engine was (re)started
@@ -198,6 +206,10 @@ class Fleet:
         if len(self._ranks[engine]) != self._num_lanes[engine]:
             self._num_lanes[engine], self._num_alive_lanes = len(self._ranks[engine]), None
         self._stale.add(engine)
+
+    def note_link(self, engine: int, byte_seconds: float) -> None:
+        """Note that requests' arrays are copied to and from an engine. byte_seconds: for each byte."""
+        self._byte_seconds[engine] = byte_seconds
 
     def settle(self) -> None:
         """Compute the slots of the engines that have reported since the last time; reading them does it too."""
@@ -399,6 +411,12 @@ class Fleet:
     def pages(self, shape: RequestShape) -> TemplatePages | None:
         """The engines that have its template's pages; None for an exact edit. Valid until the next call."""
         return None if shape.template is None else self.templates.pages(shape.template, shape.num_keyframes)
+
+    def copy_seconds(self, shape: RequestShape) -> CopySeconds:
+        """How long the request's arrays are under way."""
+        if not self._byte_seconds.any():
+            return CopySeconds(NOTHING, NOTHING)
+        return CopySeconds(shape.copied.read * self._byte_seconds, shape.copied.written * self._byte_seconds)
 
     @property
     def mean_held(self) -> float:

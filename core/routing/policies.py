@@ -53,11 +53,11 @@ def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
     It waits for a slot, which is in a lane of the engine, is encoded, waits for weights and pages (a load runs beside
     the others' steps, priming takes a share of each) and then makes its steps together with the requests left in that
     lane. A step takes base + sum of step seconds, so s steps beside others with S_i left, at C_i each, take s * (base +
-    c) + sum min(s, S_i) * C_i.
+    c) + sum min(s, S_i) * C_i. On another machine it comes when its arrays are there, and its results are copied back.
     """
     costs, step = fleet.size_costs(shape), fleet.step_seconds_on(shape)
-    slots = fleet.slots_for(shape)
-    since_free = now - slots.free_at
+    slots, copying = fleet.slots_for(shape), fleet.copy_seconds(shape)
+    since_free = now + copying.there - slots.free_at
     idle = np.maximum(since_free, 0.0)
     wait = idle - since_free
     # It is encoded beside a step; before that, half of the running one passes, unless a slot is only free at its end.
@@ -70,7 +70,7 @@ def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
         lead = np.maximum(lead, load.seconds - wait)
     steps = _after(slots.steps, (idle + lead) / slots.pace)
     base = np.maximum(costs.base, fleet.base_seconds)
-    finish, own, beside = wait + lead, NOTHING, fleet.priming_seconds
+    finish, own, beside = copying.there + wait + lead, NOTHING, fleet.priming_seconds
     if pages is not None:
         priming = _priming(shape, fleet, slots, pages, steps, costs, base)
         finish, own, beside = finish + priming.before, priming.own, priming.beside
@@ -81,12 +81,12 @@ def predict_times(shape: RequestShape, fleet: Fleet, now: float) -> EngineTimes:
     finish += alone - own + making + np.minimum(beside, PRIME_SHARE * making)
     imposed = step * np.add.reduce(shared) + alone * slots.num_placed
     if load is None:
-        return EngineTimes(finish, imposed, own, NOTHING)
+        return EngineTimes(finish + copying.back, imposed, own, NOTHING)
     if load.dropping is not None and load.dropping.waits.any():
         other_loads = load.seconds - load.own  # until they end, which may have waited for the same requests
         loaded = np.maximum(fleet.drain_seconds(slots, now), other_loads) + load.own
         finish = np.where(load.dropping.waits, loaded + alone + shape.num_steps * (base + step), finish)
-    return EngineTimes(finish, imposed, own, _loading(load, fleet))
+    return EngineTimes(finish + copying.back, imposed, own, _loading(load, fleet))
 
 
 def _loading(load: LoadWait, fleet: Fleet) -> Vector:

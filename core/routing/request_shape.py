@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from core.graph.catalog import WORKFLOWS
 from core.graph.workflow import Node, Workflow, op_of, role_of
 from core.handles import ArrayRef
 from core.messages.engine import EngineRequest, PrimeTemplate
+from core.messages.request_arrays import Copied, copied
 from core.messages.specs import RunSpec
 from core.model_info import ModelInfo
 from core.routing.fleet_costs import WORKFLOW, Encoding, Features, work_features
@@ -64,6 +66,8 @@ class RequestShape:
     controlnets: tuple[str, ...] = ()  # names, in alphabetical order
     num_controls: int = 0  # control pictures
     steered: tuple[Loop, ...] = ()  # for each loop, the steps that they steer
+    # Itself, for what is asked of it only where engines are on other machines; None: it is not there yet.
+    request: EngineRequest | PrimeTemplate | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of_request(
@@ -108,6 +112,7 @@ class RequestShape:
             controlnets=spec.controlnets,
             num_controls=len(spec.controls),
             steered=steered_of(workflow, info, request.rounds, spec.controls, tokens_of),
+            request=request,
         )
 
     @classmethod
@@ -120,6 +125,7 @@ class RequestShape:
             owner=request.owner,
             encodings=(Encoding("", RUN.name, 0),),
             needed=_needed(workflow, ""),
+            request=request,
         )
 
     @classmethod
@@ -133,7 +139,13 @@ class RequestShape:
         num_keyframes = len(scheme.keyframes)
         beside = info.num_condition_tokens(tokens, has_template=True)
         sizes = tokens, tokens, text, key, num_keyframes, entry_bytes
-        return cls(prime.model, 0, 0, *sizes, condition_tokens=beside, needed=(Weights(prime.model),))
+        needed = (Weights(prime.model),)
+        return cls(prime.model, 0, 0, *sizes, condition_tokens=beside, needed=needed, request=prime)
+
+    @cached_property
+    def copied(self) -> Copied:
+        """What is copied for it to engines of other machines, and back."""
+        return Copied(0, 0) if self.request is None else copied(self.request)
 
     @property
     def step_features(self) -> dict[str, Features]:

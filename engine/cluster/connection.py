@@ -7,6 +7,7 @@ connection encrypts at most 0.3 to 0.6 GB/s; what is under way is limited, and t
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
@@ -15,9 +16,11 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import zmq
 
 from core.errors import MessageError
-from engine.cluster.link import Frames, Link
+from engine.cluster.link import Buffer, Frames, Link
+from engine.cluster.pace import Pace
 from engine.engine_core.watchdog import SilenceWatch
 
 CHUNK_BYTES = 512 * 1024
@@ -25,6 +28,9 @@ CHUNK_BYTES = 512 * 1024
 
 WINDOW_BYTES = 4 * 1024**2
 """Most bytes that are under way on a link of arrays."""
+
+KEPT_BYTES = 4 * WINDOW_BYTES
+"""Of freed memory that a process with connections keeps for the next chunks."""
 
 MESSAGES, *ARRAYS = LINKS = b"messages", b"arrays-0", b"arrays-1"
 """Names of the links."""
@@ -68,7 +74,9 @@ class Connection:
         other end, after which its owner is told; counted from `run` on."""
         self._peer = peer
         self._links = {name: Link(epoch, partial(transmit, name)) for name in LINKS}
-        self._turns = cycle(self._links[name] for name in ARRAYS)
+        self._arrays = [self._links[name] for name in ARRAYS]
+        self._turns = cycle(self._arrays)
+        self._pace = Pace()
         self._has_room = asyncio.Event()
         self._missing: dict[tuple[str, int], int] = {}  # array -> bytes that have not come
         self._silence = SilenceWatch(silence_seconds, peer.on_silence)
@@ -78,6 +86,11 @@ class Connection:
     def unanswered_bytes(self) -> int:
         """Of all that the other end is not known to have."""
         return sum(link.unanswered_bytes for link in self._links.values())
+
+    @property
+    def byte_seconds(self) -> float:
+        """Seconds that a byte of an array takes, see Pace."""
+        return self._pace.byte_seconds
 
     async def run(self) -> None:
         """Beat until cancelled."""
@@ -99,8 +112,10 @@ class Connection:
         content = array.reshape(-1).view(np.uint8)
         for start in range(0, len(content), CHUNK_BYTES):
             link = await self._link_with_room()
+            if not any(each.unanswered_bytes for each in self._arrays):
+                self._pace.begin(time.monotonic())
             header = msgspec.msgpack.encode(Chunk(request_id, offset, len(content), start))
-            link.send(header, content[start : start + CHUNK_BYTES].tobytes())
+            link.send(header, zmq.Frame(content[start : start + CHUNK_BYTES], copy=True))
             await asyncio.sleep(0)
 
     async def _link_with_room(self) -> Link:
@@ -112,23 +127,26 @@ class Connection:
             self._has_room.clear()
             await self._has_room.wait()
 
-    def receive(self, name: bytes, frames: Sequence[bytes]) -> None:
+    def receive(self, name: bytes, frames: Sequence[Buffer]) -> None:
         """Take what has come over a link. Raises as Peer's methods."""
         link = self._links.get(name)
         if link is None:
             raise MessageError(f"there is no link {name!r}")
+        unanswered = link.unanswered_bytes
         content = link.receive(frames)
         self._silence.note_message()
         if name == MESSAGES:
             if content is not None:
-                self._peer.on_message(content)
+                self._peer.on_message([*map(bytes, content)])
             return
+        if (answered := unanswered - link.unanswered_bytes) > 0:
+            self._pace.note_answered(answered, time.monotonic())
         if content is not None:
             self._take_chunk(content)
             link.answer()
         self._has_room.set()
 
-    def _take_chunk(self, content: Sequence[bytes]) -> None:
+    def _take_chunk(self, content: Sequence[Buffer]) -> None:
         try:
             chunk, data = self._decoder.decode(content[0]), np.frombuffer(content[1], np.uint8)
         except (msgspec.DecodeError, IndexError, ValueError) as error:

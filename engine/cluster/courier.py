@@ -23,7 +23,7 @@ from core.ipc.shared_array import Arena
 from core.messages.codec import MessageDecoder
 from core.messages.engine import FromEngine, ToEngine
 from engine.cluster.connection import Connection
-from engine.cluster.link import Frames
+from engine.cluster.link import Buffer, Frames
 
 ArrayName = tuple[str, int]
 """Request, and offset in the API server's arena."""
@@ -83,10 +83,15 @@ class Courier(ABC):
                     case then:
                         then()
 
-    def receive(self, link: bytes, frames: Sequence[bytes]) -> None:
+    def receive(self, link: bytes, frames: Sequence[Buffer]) -> None:
         """Take what has come from the other end. Raises MessageError for what it cannot have sent, OutOfMemoryError if
         there is no room for an array; the courier is of no more use then."""
         self._connection.receive(link, frames)
+
+    @property
+    def byte_seconds(self) -> float:
+        """Seconds that a byte of an array takes to the other end, as far as is known."""
+        return self._connection.byte_seconds
 
     @property
     def is_flushed(self) -> bool:

@@ -17,9 +17,11 @@ import zmq.asyncio
 
 from core.config import EngineConfig
 from core.errors import MessageError, OutOfMemoryError
+from core.ipc.heap import keep_freed_blocks
 from core.ipc.shared_array import Arena
 from engine.client.processes.keeper_process import KeeperProcess, needs_keeper
 from engine.client.processes.worker_launcher import needs_launcher, worker_launcher
+from engine.cluster.connection import KEPT_BYTES
 from engine.cluster.courier import Ends
 from engine.cluster.curve import CurveKeys, listening
 from engine.cluster.host_config import HostAddress, HostConfig
@@ -52,6 +54,7 @@ class EngineHost:
         server can connect. Raises ConfigError.
         """
         config, keys = self._config, CurveKeys.new()
+        keep_freed_blocks(KEPT_BYTES)
         async with AsyncExitStack() as stack:
             arena = stack.enter_context(closing(Arena.create(0, config.arena_bytes)))
             far, port = stack.enter_context(listening(config.address, keys, config.client))
@@ -62,7 +65,7 @@ class EngineHost:
             near.set_hwm(0)
 
             def transmit(link: bytes, frames: Frames) -> None:
-                far.send_multipart([link, *frames], zmq.NOBLOCK)
+                far.send_multipart([link, *frames], zmq.NOBLOCK, copy=False)
 
             def to_engine(payload: bytes) -> None:
                 sent = near.send(payload, zmq.NOBLOCK)
@@ -122,13 +125,14 @@ class EngineHost:
 
     async def _receive(self, far: zmq.asyncio.Socket, courier: HostCourier) -> None:
         while True:
-            link, *frames = await far.recv_multipart()
+            link, *frames = await far.recv_multipart(copy=False)
             try:
-                courier.receive(link, frames)
+                courier.receive(link.bytes, [frame.buffer for frame in frames])
             except MessageError as error:
                 return self.end(f"the API server is out of order: {error}")
             except OutOfMemoryError as error:
                 return self.end(str(error))
+            await asyncio.sleep(0)  # messages that are there already would let nothing else run
 
     async def _pass_on(self, near: zmq.asyncio.Socket, courier: HostCourier) -> None:
         while True:

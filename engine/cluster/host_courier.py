@@ -24,8 +24,8 @@ from core.messages.engine import (
     PrimeTemplate,
 )
 from core.messages.envelope import body_of, with_body
+from core.messages.request_arrays import arrays_written, moved
 from engine.cluster.courier import ArrayName, Courier, Ends
-from engine.cluster.request_arrays import arrays_written, moved
 from engine.router.engine_client import RequestOutput
 
 

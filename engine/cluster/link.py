@@ -7,11 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
+import zmq
 
 from core.errors import MessageError
 
-Frames = Sequence[bytes | memoryview]
-Transmit = Callable[[list[bytes | memoryview]], None]
+Buffer = bytes | memoryview
+"""What has come."""
+
+Frame = Buffer | zmq.Frame
+"""What is sent. A zmq.Frame is sent without a copy, however often."""
+
+Frames = Sequence[Frame]
+Transmit = Callable[[list[Frame]], None]
 """Sends the frames of a message, or loses them; must not block or raise. What is sent between two losses arrives in
 order."""
 
@@ -35,7 +42,7 @@ _DECODER = msgspec.msgpack.Decoder(Header)
 
 class _Sent(NamedTuple):
     number: int
-    frames: list[bytes | memoryview]
+    frames: list[Frame]
     size: int  # bytes
 
 
@@ -58,7 +65,7 @@ class Link:
         self.unanswered_bytes = 0
         """Of messages that the other end is not known to have."""
 
-    def send(self, *frames: bytes | memoryview) -> None:
+    def send(self, *frames: Frame) -> None:
         """Send a message. Frames must not change until the other end has them."""
         self._last_sent += 1
         sent = _Sent(self._last_sent, list(frames), sum(map(len, frames)))
@@ -75,7 +82,7 @@ class Link:
         """Tell the other end what was received, so that it need not wait for the next beat to send more."""
         self._tell("answer")
 
-    def receive(self, frames: Sequence[bytes]) -> Sequence[bytes] | None:
+    def receive(self, frames: Sequence[Buffer]) -> Sequence[Buffer] | None:
         """Take what has come; the content of a message that is new and next, None if there is none. Raises
         MessageError for what no link has sent.
         """

@@ -18,9 +18,9 @@ from core.messages.engine import (
     PrimeTemplate,
 )
 from core.messages.envelope import body_of
+from core.messages.request_arrays import arrays_read, arrays_written
 from core.messages.worker import LoadAdapter, LoadWorkflow
 from engine.cluster.courier import Courier, Ends
-from engine.cluster.request_arrays import arrays_read, arrays_written
 
 
 class ServerCourier(Courier):

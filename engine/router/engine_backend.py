@@ -16,6 +16,7 @@ class MachineLink(NamedTuple):
 
     machine: str  # its address
     silent_seconds: float  # since anything was heard of it
+    byte_seconds: float  # seconds that a byte of a request's arrays takes, each way
 
 
 class StartedEngine(Protocol):

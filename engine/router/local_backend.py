@@ -17,6 +17,9 @@ from core.ipc.process import ChildProcess, spawn
 from core.ipc.shared_array import Arena
 from engine.engine_core.engine_process import EngineProcessConfig
 
+ENTRY = "engine.engine_core.engine_process:main"
+"""What an engine's process runs, see `spawn`."""
+
 
 class LocalEngine:
     """An engine's process, see StartedEngine. Its workers end with it."""
@@ -61,7 +64,7 @@ class LocalBackend:
         try:
             address = _bind(socket, folder)
             process = spawn(
-                "engine.engine_core.engine_process:main",
+                ENTRY,
                 msgspec.msgpack.encode(EngineProcessConfig(config, address, epoch, self._arena.id)),
                 [self._arena.fd],
                 f"stencil-engine-{config.data_parallel_rank}",

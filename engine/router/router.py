@@ -546,6 +546,8 @@ class Router:
             reported.stats = stats
             reported.steps.extend(stats.recent_steps)
         was_candidate = self._fleet.is_alive[rank]
+        if (link := self._replicas[rank].link) is not None:
+            self._fleet.note_link(rank, link.byte_seconds)
         self._fleet.observe(rank, load, time.monotonic())
         for request_id in load.begun:
             if request_id in self._placements:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
+from fakes import make_edit, with_spec
 from hypothesis import given
 from hypothesis import strategies as st
 from load_reports import BASE, COSTS, PER_KILOTOKEN, SLOW_COSTS, load, make_report, make_shape
@@ -12,10 +14,13 @@ from load_reports import BASE, COSTS, PER_KILOTOKEN, SLOW_COSTS, load, make_repo
 from core.config import RouterPolicy
 from core.costs.load_report import CopyLine, EngineCosts, ResidentPages
 from core.errors import EngineDeadError
+from core.handles import ArrayRef
 from core.routing.fleet import Fleet
 from core.routing.policies import make_policy, predict_times
 
 POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
+
+EDIT = with_spec(make_edit("e"), template=ArrayRef(0, 4096, (64, 64, 3), "uint8"))
 
 STEP = PER_KILOTOKEN * (600 + 512) / 1e3
 """Seconds that a step of make_shape() takes."""
@@ -224,3 +229,26 @@ def test_a_prediction_is_the_chosen_engines() -> None:
     fleet, shape = fleet_of([], [(5, 0.1)]), make_shape()
     choice = make_policy("mask-aware").choose(shape, fleet, 0.0)
     assert choice.predicted_seconds == predict_times(shape, fleet, 0.0).finish[choice.engine]
+
+
+def test_an_edit_goes_to_another_machine_if_the_way_there_and_back_takes_less_than_the_queue_here() -> None:
+    shape, policy = replace(make_shape(), request=EDIT), make_policy("mask-aware")
+    read, written = shape.copied
+    assert read > 0 < written
+    idle, busy = fleet_of([], []), fleet_of([(28, STEP)], [])
+    near = predict_times(shape, idle, 0.0).finish[1]
+    for fleet in (idle, busy):
+        fleet.note_link(1, 1e-6)
+    assert predict_times(shape, idle, 0.0).finish[1] == pytest.approx(near + 1e-6 * (read + written))
+    assert policy.choose(shape, idle, 0.0).engine == 0
+    assert policy.choose(shape, busy, 0.0).engine == 1
+    busy.note_link(1, 1.0)
+    assert policy.choose(shape, busy, 0.0).engine == 0
+
+
+def test_the_way_there_passes_while_an_edit_would_wait_for_a_slot() -> None:
+    shape = replace(make_shape(), request=EDIT)
+    here, there = (fleet_of([(28, STEP)], num_slots=1) for _ in range(2))
+    there.note_link(0, 1e-6)
+    later = predict_times(shape, there, 0.0).finish[0] - predict_times(shape, here, 0.0).finish[0]
+    assert later == pytest.approx(1e-6 * shape.copied.written)

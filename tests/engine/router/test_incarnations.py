@@ -16,17 +16,20 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from fakes import MODEL, make_edit
+from fakes import MODEL, make_edit, with_spec
 from loopback import Loopback
 
 from core.config import EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
+from core.handles import ArrayRef
 from core.messages.engine import EngineReady, EngineRequest, Finished
 from core.messages.worker import BatchResult, FromWorker
+from core.routing.request_shape import RequestShape
 from core.scheduling.scheduler import StepScheduler
 from engine.engine_core import engine_core, engine_process
 from engine.engine_core.engine_core import EngineCore
 from engine.engine_core.engine_process import Link
 from engine.observability.metrics import Metrics
+from engine.router.engine_backend import MachineLink
 from engine.router.engine_client import RequestOutput
 from engine.router.router import Router
 
@@ -87,7 +90,7 @@ class Engine:
             link.close()
 
     placed: float | None = 0.0
-    link = None
+    link: MachineLink | None = None
 
     async def wait(self) -> None:
         await asyncio.wait([self._task])
@@ -247,3 +250,17 @@ async def test_clocks_may_differ_between_machines(tmp_path: Path, monkeypatch: p
         samples = router.recent_steps[0]
         assert samples
         assert all(submitted - 1.0 < sample.started < time.monotonic() for sample in samples), "less a fake's step"
+
+
+async def test_the_way_to_another_machine_is_part_of_predictions(tmp_path: Path) -> None:
+    backend = Backend(tmp_path)
+    async with serving(backend) as router:
+        read = ArrayRef(0, 4096, (64, 64, 3), "uint8")
+        calls, shape = Calls(router), RequestShape.of_request(with_spec(make_edit("a"), template=read), MODEL)
+        for byte_seconds in (0.5, 2.0):  # as it is at each report
+            backend.engines[0].link = MachineLink("10.0.0.2", 0.0, byte_seconds)
+            calls.submit(edit(f"at {byte_seconds}"))
+            await calls.ended()
+            there, back = router._fleet.copy_seconds(shape)
+            assert there[0] == byte_seconds * shape.copied.read > 0
+            assert back[0] == byte_seconds * shape.copied.written > 0

@@ -260,7 +260,7 @@ STATS = EngineStats(
 async def test_engine_stats(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.loads, engine.alive = (LOAD, None), (True, False)
     engine.stats = (STATS, None)
-    engine.engines, engine.links = (0, 7), (None, MachineLink("10.0.0.2", 0.1734))
+    engine.engines, engine.links = (0, 7), (None, MachineLink("10.0.0.2", 0.1734, 1e-9))
     engine.replicas = (("serving", 0), ("draining", 0))
     stats = (await client.get("/v1/engine/stats")).json()
     assert stats["object"] == "engine.stats"

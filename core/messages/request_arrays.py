@@ -5,13 +5,13 @@ An engine of another machine has an arena of its own: it gets copies of what it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TypeVar, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar, cast
 
 import msgspec
+import numpy as np
 
 from core.handles import ArrayRef
-from core.ipc.shared_array import array_bytes
 from core.messages.engine import EngineRequest, PrimeTemplate
 from core.messages.specs import EditSpec, MaskSpec
 
@@ -23,8 +23,12 @@ WRITTEN = ("outputs", "previews", "kept_states")
 
 def arrays_read(message: EngineRequest | PrimeTemplate) -> list[ArrayRef]:
     """What an engine reads for a request and does not write itself, each place once."""
-    written = {ref.offset for ref in arrays_written(message)}
-    return [ref for ref in _largest(_refs(message)) if ref.offset not in written]
+    return _read(message, arrays_written(message))
+
+
+def _read(message: EngineRequest | PrimeTemplate, written: Sequence[ArrayRef]) -> list[ArrayRef]:
+    offsets = {ref.offset for ref in written}
+    return [ref for ref in _largest(_refs(message)) if ref.offset not in offsets]
 
 
 def arrays_written(message: EngineRequest | PrimeTemplate) -> list[ArrayRef]:
@@ -38,33 +42,61 @@ def arrays_written(message: EngineRequest | PrimeTemplate) -> list[ArrayRef]:
     return _largest(results)
 
 
+class Copied(NamedTuple):
+    """Bytes that are copied for a request of an engine of another machine."""
+
+    read: int  # before it begins
+    written: int  # once it is done
+
+
+def copied(message: EngineRequest | PrimeTemplate) -> Copied:
+    """At most: previews that are never made are not copied."""
+    written = arrays_written(message)
+    return Copied(sum(map(_nbytes, _read(message, written))), sum(map(_nbytes, written)))
+
+
 def moved(message: T, offsets: Mapping[int, int]) -> T:
     """A message with the same arrays at other places. offsets: offset of each array -> its new one."""
     return cast(T, _moved(message, offsets))
 
 
-def _largest(refs: Iterator[ArrayRef] | list[ArrayRef]) -> list[ArrayRef]:
+def _largest(refs: Iterable[ArrayRef]) -> list[ArrayRef]:
     """Each place once, with the largest array there; empty ones are nowhere."""
     found: dict[int, ArrayRef] = {}
     for ref in refs:
-        if ref.size and (ref.offset not in found or array_bytes(found[ref.offset]) < array_bytes(ref)):
+        if ref.size and (ref.offset not in found or _nbytes(found[ref.offset]) < _nbytes(ref)):
             found[ref.offset] = ref
     return list(found.values())
 
 
-def _refs(value: object) -> Iterator[ArrayRef]:
-    match value:
-        case ArrayRef():
-            yield value
-        case msgspec.Struct():
-            for name in value.__struct_fields__:
-                yield from _refs(getattr(value, name))
-        case tuple():
-            for each in value:
-                yield from _refs(each)
-        case dict():
-            for each in value.values():
-                yield from _refs(each)
+def _nbytes(ref: ArrayRef) -> int:
+    return ref.size * np.dtype(ref.dtype).itemsize
+
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+"""Types of most fields."""
+
+
+def _refs(value: object) -> list[ArrayRef]:
+    found: list[ArrayRef] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: object, found: list[ArrayRef]) -> None:
+    """Add all that are in a value. For every request to another machine, before it is routed."""
+    if isinstance(value, ArrayRef):
+        found.append(value)
+    elif isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            if type(each := getattr(value, name)) not in _PLAIN:
+                _collect(each, found)
+    elif isinstance(value, tuple):
+        for each in value:
+            _collect(each, found)
+    elif isinstance(value, dict):
+        for each in value.values():
+            _collect(each, found)
 
 
 def _moved(value: object, offsets: Mapping[int, int]) -> object:

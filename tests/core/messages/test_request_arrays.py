@@ -7,7 +7,7 @@ from fakes import make_edit, make_selecting_edit, with_spec
 from run_workflows import DIAMOND, run_request
 
 from core.handles import ArrayRef, Artefact
-from engine.cluster.request_arrays import arrays_read, arrays_written, moved
+from core.messages.request_arrays import arrays_read, arrays_written, moved
 
 PICTURE = Artefact(ArrayRef(0, 64, (8, 8, 3), "uint8"))
 
