@@ -15,11 +15,12 @@ from core.config import EngineConfig
 from core.errors import MessageError, StencilError
 from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
-from engine.cluster.connection import LINKS
+from engine.cluster.connection import LINKS, MESSAGES
 from engine.cluster.courier import Ends
 from engine.cluster.curve import IO_THREADS, CurveKeys, connect
 from engine.cluster.host_config import HostAddress, HostConfig
 from engine.cluster.link import Frames
+from engine.cluster.port_watch import until_gone
 from engine.cluster.server_courier import ServerCourier
 
 logger = logging.getLogger("stencil.router")
@@ -30,6 +31,9 @@ engine's own silence then says the same later."""
 
 END_SECONDS = 5.0
 """How long the end of a host may take to be asked for."""
+
+REASON_SECONDS = 0.5
+"""How long a host that is seen to be gone may take to be told of, with the reason, by what has started it."""
 
 ROOM_TIMES = 2
 """Address space for arrays on the other machine, in times of this one's: they are freed there a moment later, and leave
@@ -130,12 +134,12 @@ class RemoteEngine:
             where = f"tcp://{address.address}:{address.port}"
             links = {name: connect(context, where, self._keys, address.key, name) for name in LINKS}
             try:
-                await self._pass_messages(links, where)
+                await self._pass_messages(links, address)
             finally:
                 for socket in links.values():
                     socket.close()
 
-    async def _pass_messages(self, links: dict[bytes, zmq.asyncio.Socket], where: str) -> None:
+    async def _pass_messages(self, links: dict[bytes, zmq.asyncio.Socket], address: HostAddress) -> None:
         def transmit(link: bytes, frames: Frames) -> None:
             links[link].send_multipart(frames, zmq.NOBLOCK)
 
@@ -143,13 +147,18 @@ class RemoteEngine:
             self._near.send(payload, zmq.NOBLOCK)
 
         seconds = SILENT_SHARE * self._config.engine.hang_seconds
-        silent = f"its machine, {where}, gave no sign of life in {seconds:g} s"
+        silent = f"its machine, {address.address}, gave no sign of life in {seconds:g} s"
         ends = Ends(self._arena, transmit, to_client, lambda: self._end(silent), seconds)
         courier = ServerCourier(self._config.epoch, ends)
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._receive(name, socket, courier)) for name, socket in links.items()]
             running += [tasks.create_task(courier.run()), tasks.create_task(self._pass_on(courier))]
-            self._end(await self._host.wait())
+            told = tasks.create_task(self._host.wait())
+            gone = tasks.create_task(until_gone(links[MESSAGES], address.address, address.port))
+            running += [told, gone]
+            await asyncio.wait([told, gone], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([told], timeout=REASON_SECONDS)
+            self._end(told.result() if told.done() else f"its host on {address.address} is gone")
             for task in running:
                 task.cancel()
 

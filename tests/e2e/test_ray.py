@@ -17,8 +17,8 @@ import psutil
 import pytest
 import pytest_asyncio
 from fault_kit import EDITS, Told, begin, ends, run_each, start, until
-from ray_machines import Machines, machines
 
+from benchmarks.load.ray_machines import Machines, hosts_of, machines
 from core.config import EngineConfig, ModelConfig
 from engine.client.async_engine import AsyncEngine
 from engine.cluster.host_config import HostConfig
@@ -33,8 +33,11 @@ Cluster = tuple[AsyncEngine, Machines]
 async def cluster(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     """Engines for which each death counts as the first."""
     async with AsyncExitStack() as stack:
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(engine_replica, "PROVEN_SECONDS", 0.0)
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(engine_replica, "PROVEN_SECONDS", 0.0)
         found = stack.enter_context(machines(tmp_path_factory.mktemp("r")))
+        for name, value in found.environment.items():
+            patch.setenv(name, value)
         ray = {"data_parallel_backend": "ray", "ray_address": found.address}
         yield await stack.enter_async_context(start(tiny_checkpoint, 2, **ray)), found  # type: ignore[arg-type]
 
@@ -50,11 +53,6 @@ def tree(process: psutil.Process) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
 
 
-def hosts(raylet: psutil.Process) -> list[psutil.Process]:
-    """Processes of a machine that run a host of an engine."""
-    return [each for each in raylet.children() if any(child.name().startswith("stencil") for child in each.children())]
-
-
 async def died(engine: AsyncEngine, seconds: float) -> None:
     began = time.monotonic()
     await until(lambda: not all(engine.alive))
@@ -65,7 +63,7 @@ async def test_engines_are_on_both_machines_and_paint_the_bits_of_one_here(
     cluster: Cluster, expected: dict[str, Told]
 ) -> None:
     engine, found = cluster
-    assert [len(hosts(raylet)) for raylet in found.raylets] == [1, 1]
+    assert [len(hosts_of(raylet)) for raylet in found.raylets] == [1, 1]
     assert await run_each(engine, EDITS) == expected
     assert await ends(await begin(engine, EDITS)) == expected
 
@@ -101,7 +99,7 @@ async def test_an_engine_without_room_that_is_ended_leaves_nothing(cluster: Clus
 
 async def test_a_host_that_dies(cluster: Cluster, expected: dict[str, Told]) -> None:
     engine, found = cluster
-    family = tree(hosts(found.raylets[0])[0])
+    family = tree(hosts_of(found.raylets[0])[0])
     tasks = await begin(engine, EDITS)
     family[0].kill()
     await died(engine, 2.0)
@@ -115,7 +113,7 @@ async def test_a_raylet_that_dies_takes_its_engine_along_which_goes_where_there_
     cluster: Cluster, expected: dict[str, Told]
 ) -> None:
     engine, found = cluster
-    family = tree(hosts(found.raylets[1])[0])
+    family = tree(hosts_of(found.raylets[1])[0])
     tasks = await begin(engine, EDITS)
     found.raylets[1].kill()
     await died(engine, 5.0)  # Ray tells of it after 1 to 2 s, later where other programs have the cores
@@ -124,7 +122,7 @@ async def test_a_raylet_that_dies_takes_its_engine_along_which_goes_where_there_
     assert await ends(tasks) == expected
     await asyncio.to_thread(found.add)
     await until(lambda: all(engine.alive))
-    assert len(hosts(found.raylets[2])) == 1
+    assert len(hosts_of(found.raylets[2])) == 1
     assert await run_each(engine, EDITS) == expected
 
 
@@ -159,7 +157,7 @@ async def test_a_server_that_ends_leaves_nothing(
         server = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=file)
     try:
         await until(lambda: "ready on" in log.read_text())
-        family = [each for host in hosts(found.raylets[-1]) for each in tree(host)]
+        family = [each for host in hosts_of(found.raylets[-1]) for each in tree(host)]
         assert family
         server.send_signal(number)
         await asyncio.wait_for(server.wait(), 30)

@@ -1,7 +1,8 @@
 """Two machines of a Ray cluster on 127.0.0.1, in a process of its own: Ray's Cluster replaces signal handlers.
 
-Run as a script: prints the cluster's address and each machine's raylet, adds a machine for each line that it reads, and
-ends with its input. In a network namespace with `lo` alone, since Ray listens on more than it is told.
+Run as a script: prints the cluster's address, the head's GCS and each machine's raylet, adds a machine for each line
+that it reads, and ends with its input. In a network namespace with `lo` alone, since Ray listens on more than it is
+told.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,15 @@ STORE_BYTES = 80 * 1024**2
 
 
 class Machines:
-    """The cluster, as a test sees it."""
+    """The cluster, as who disturbs it sees it. raylets: of its machines, in the order in which they came; that of the
+    head, which has no cores, is not among them."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], environment: Mapping[str, str]) -> None:
+        """environment: of a process that joins it."""
         self._process = process
+        self.environment = environment
         self.address = self._read()
+        self.head = psutil.Process(int(self._read()))
         self.raylets = [psutil.Process(int(self._read())) for _ in range(2)]
 
     def _read(self) -> str:
@@ -54,19 +59,48 @@ class Machines:
         self._process.stdin.flush()
         self.raylets.append(psutil.Process(int(self._read())))
 
+    @property
+    def hosts(self) -> list[psutil.Process]:
+        """The processes of all machines that run a host of an engine, or are about to."""
+        return [each for raylet in self.raylets for each in hosts_of(raylet)]
+
+
+def hosts_of(raylet: psutil.Process) -> list[psutil.Process]:
+    """As `Machines.hosts`, of one machine."""
+    with suppress(psutil.NoSuchProcess):
+        return [each for each in raylet.children() if _is_host(each)]
+    return []
+
+
+def _is_host(process: psutil.Process) -> bool:
+    """Ray calls a process as what runs there."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[:1] > ["ray::HostActor"]
+    return False
+
+
+def is_there(process: psutil.Process) -> bool:
+    """Whether a process has not ended; one that nobody has waited for has."""
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
 
 @contextmanager
-def machines(folder: Path) -> Iterator[Machines]:
-    """A cluster, of which nothing is left afterwards. folder: for its files."""
+def machines(folder: Path, cores: int = 1, **variables: str) -> Iterator[Machines]:
+    """A cluster, of which nothing is left afterwards. folder: for its files. cores: that each machine says it has.
+    variables: of all processes of the cluster, beside this one's.
+    """
     token = folder / "token"
     token.write_text("t" * 64)
     token.chmod(0o600)
-    environment = {**os.environ, **QUIET, "RAY_AUTH_TOKEN_PATH": str(token), "TEST_RAY_FOLDER": str(folder)}
+    joining = QUIET | {"RAY_AUTH_TOKEN_PATH": str(token)}
+    environment = {**os.environ, **variables, **joining, "TEST_RAY_FOLDER": str(folder)}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-P", __file__], env=environment, **pipes) as process:
+    command = [sys.executable, "-P", __file__, str(cores)]
+    with subprocess.Popen(command, env=environment, **pipes) as process:
         try:
-            found = Machines(process)
-            os.environ |= QUIET | {"RAY_AUTH_TOKEN_PATH": str(token)}
+            found = Machines(process, joining)
             yield found
         finally:
             family = psutil.Process(process.pid).children(recursive=True)
@@ -92,12 +126,14 @@ def main() -> None:
     folder = os.environ["TEST_RAY_FOLDER"]
     head = {"num_cpus": 0, "_system_config": HEALTH, "temp_dir": folder, **options}
     cluster = Cluster(initialize_head=True, head_node_args=head)
+    cores = int(sys.argv[1])
 
     def add() -> int:
-        node = cluster.add_node(num_cpus=1, **options)
+        node = cluster.add_node(num_cpus=cores, **options)
         return int(node.all_processes["raylet"][0].process.pid)
 
     tell(cluster.address)
+    tell(cluster.head_node.all_processes["gcs_server"][0].process.pid)
     for _ in range(2):
         tell(add())
     for _ in sys.stdin:
