@@ -30,6 +30,8 @@ QUIET = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_AUTH_MODE": "token",
 }
+FOLDER_VARIABLE = "STENCIL_RAY_FOLDER"
+"""Environment variable of all processes of a cluster: its folder."""
 STORE_BYTES = 80 * 1024**2
 
 
@@ -95,7 +97,7 @@ def machines(folder: Path, cores: int = 1, **variables: str) -> Iterator[Machine
     token.write_text("t" * 64)
     token.chmod(0o600)
     joining = QUIET | {"RAY_AUTH_TOKEN_PATH": str(token)}
-    environment = {**os.environ, **variables, **joining, "TEST_RAY_FOLDER": str(folder)}
+    environment = {**os.environ, **variables, **joining, FOLDER_VARIABLE: str(folder)}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     command = [sys.executable, "-P", __file__, str(cores)]
     with subprocess.Popen(command, env=environment, **pipes) as process:
@@ -123,7 +125,7 @@ def main() -> None:
         print("told", what, flush=True)
 
     options = {"node_ip_address": "127.0.0.1", "include_dashboard": False, "object_store_memory": STORE_BYTES}
-    folder = os.environ["TEST_RAY_FOLDER"]
+    folder = os.environ[FOLDER_VARIABLE]
     head = {"num_cpus": 0, "_system_config": HEALTH, "temp_dir": folder, **options}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cores = int(sys.argv[1])
