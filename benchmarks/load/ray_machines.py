@@ -18,11 +18,12 @@ from typing import Any
 
 import psutil
 
-HEALTH = {
+SETTINGS = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
+    "prestart_worker_first_driver": False,
 }
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -126,7 +127,7 @@ def main() -> None:
 
     options = {"node_ip_address": "127.0.0.1", "include_dashboard": False, "object_store_memory": STORE_BYTES}
     folder = os.environ[FOLDER_VARIABLE]
-    head = {"num_cpus": 0, "_system_config": HEALTH, "temp_dir": folder, **options}
+    head = {"num_cpus": 0, "_system_config": SETTINGS, "temp_dir": folder, **options}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cores = int(sys.argv[1])
 

@@ -13,10 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
+import zmq
 from fault_kit import EDITS, Told, begin, count, ends, run_each, start, until
+from intruders import GREETING_BYTES, WELCOME_BYTES, listening, meet, say
 from remote_hosts import ProcessHost, remote_engines
 
 from engine.client.async_engine import AsyncEngine
+from engine.cluster.curve import CurveKeys
 from engine.router import engine_replica
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -58,6 +61,51 @@ async def test_it_paints_the_bits_of_an_engine_here(remote: Remote, expected: di
     told = await ends(await begin(engine, EDITS))
     assert told == expected
     assert len(hosts) == 2
+
+
+async def test_nobody_without_keys_is_answered(remote: Remote, expected: dict[str, Told]) -> None:
+    """At none of the ports that a server with remote engines opens, and what runs there goes on."""
+    engine, hosts = remote
+    ports = [host.relay.port for host in hosts]
+    assert sorted(listening(each for host in hosts for each in family_of(host))) == sorted(
+        ("127.0.0.1", port) for port in ports
+    )
+    connections = [host.relay.num_connections for host in hosts]
+    tasks = await begin(engine, EDITS)
+    for host in hosts:
+        raw = [b"", b"GET /health HTTP/1.1\r\n\r\n", bytes(1000), b"\xff" * 1000]
+        raw.append(bytes(host.relay.connections[0].sent[:GREETING_BYTES]))  # a good beginning, and no word after it
+        for came in await asyncio.gather(*(say(host.relay.port, what) for what in raw)):
+            assert len(came) <= GREETING_BYTES
+        plain, foreign = await asyncio.gather(
+            *(meet(host.relay.port, host.epoch, keys, host.key) for keys in (None, CurveKeys.new()))
+        )
+        assert plain.handshakes & zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+        assert foreign.handshakes & zmq.Event.HANDSHAKE_FAILED_AUTH
+        assert not (plain.handshakes | foreign.handshakes) & zmq.Event.HANDSHAKE_SUCCEEDED
+        assert not plain.answers
+        assert not foreign.answers
+    assert await ends(tasks) == expected
+    assert [host.relay.num_connections for host in hosts] == connections, "nobody has taken the place of another"
+
+
+async def test_what_was_captured_does_nothing_when_it_is_sent_again(remote: Remote, expected: dict[str, Told]) -> None:
+    """From the beginning over another connection, or a part of it over the one that it was captured of, which ends that
+    connection and nothing else."""
+    engine, hosts = remote
+    for host in hosts:
+        for connection in list(host.relay.connections):
+            sent = bytes(connection.sent)
+            assert len(sent) > 1000, "an edit was sent"
+            assert GREETING_BYTES < len(await say(host.relay.port, sent)) <= GREETING_BYTES + WELCOME_BYTES
+    tasks = await begin(engine, EDITS)
+    for host in hosts:
+        before = host.relay.num_connections
+        for connection in host.relay.connections[-3:]:
+            connection.to_host.write(connection.last)
+        await until(lambda host=host, before=before: host.relay.num_connections >= before + 3, seconds=10)
+    assert await ends(tasks) == expected
+    assert len(hosts) == 2, "no engine was given up"
 
 
 async def test_connections_that_break_lose_nothing(remote: Remote, expected: dict[str, Told]) -> None:
