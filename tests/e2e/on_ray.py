@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,23 @@ from benchmarks.load.ray_machines import Machines, machines
 CORES = 8
 """Of each machine: for the engines of one test while those of the one before end."""
 
-_REDIRECT = """
-import os
-folder = {!r}
-if os.path.exists(folder):
-    file = os.path.join(folder, "sitecustomize.py")
-    exec(compile(open(file).read(), file, "exec"), {{"__file__": file, "__name__": "sitecustomize"}})
-"""
+_REDIRECT = "exec(compile(open({0!r}).read(), {0!r}, 'exec'), {{'__file__': {0!r}}})\n"
 
-_machines: Machines | None = None
-_shims: Path | None = None  # a folder on the path of all processes of the machines
+
+@dataclass
+class _Place:
+    """machines: None: engines are where the tests are. shims: a folder on the path of all that runs on machines."""
+
+    machines: Machines | None = None
+    shims: Path = Path()
+
+
+_place = _Place()
 
 
 @contextmanager
 def placed_there(folder: Path) -> Iterator[None]:
     """Engines that start meanwhile are on machines. folder: for their files."""
-    global _machines, _shims
     shims = folder / "shims"
     shims.mkdir()
     with pytest.MonkeyPatch.context() as patch:
@@ -43,27 +45,30 @@ def placed_there(folder: Path) -> Iterator[None]:
             patch.undo()
             for name, value in found.environment.items():
                 patch.setenv(name, value)
-            _machines, _shims = found, shims
+            _place.machines, _place.shims = found, shims
             yield
-            _machines = _shims = None
+            _place.machines = None
 
 
 def settings() -> dict[str, Any]:
     """Of an EngineConfig."""
-    return {} if _machines is None else {"data_parallel_backend": "ray", "ray_address": _machines.address}
+    return {} if _place.machines is None else {"data_parallel_backend": "ray", "ray_address": _place.machines.address}
 
 
 def flags() -> tuple[str, ...]:
     """Of a server."""
-    return () if _machines is None else ("--data-parallel-backend", "ray", "--ray-address", _machines.address)
+    return (
+        () if _place.machines is None else ("--data-parallel-backend", "ray", "--ray-address", _place.machines.address)
+    )
 
 
 def hosts() -> list[psutil.Process]:
     """Processes of the machines that run hosts of engines."""
-    return [] if _machines is None else _machines.hosts
+    return [] if _place.machines is None else _place.machines.hosts
 
 
 def inject(folder: Path | None) -> None:
     """Have processes that start on machines run this folder's `sitecustomize.py`; None: no longer."""
-    if _shims is not None:
-        (_shims / "sitecustomize.py").write_text(_REDIRECT.format(str(folder)))
+    if _place.machines is not None:
+        file = "" if folder is None else _REDIRECT.format(str(folder / "sitecustomize.py"))
+        (_place.shims / "sitecustomize.py").write_text(file)
