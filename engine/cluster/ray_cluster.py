@@ -22,20 +22,27 @@ NAMESPACE, LOOPBACK = "stencil", "127.0.0.1"
 REACH_SECONDS = 5.0
 """How long to try whether anything listens at the cluster's address."""
 
+_START = "start one with `ray start --head`, or name another by --ray-address"
+_ALIKE = f"both need the same token (RAY_AUTH_MODE=token, docs/cluster.md) and Ray {ray.__version__}"
+
 JOIN_SECONDS = 60.0
 """How long joining a cluster may take: less than a second where it is there, and no machine of it is busy."""
 
 
 def join(address: str) -> None:
     """Make this process a client of the Ray cluster at this address. Raises ConfigError."""
-    try:
-        if address != "auto":
-            host, _, port = address.rpartition(":")
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        try:
             socket.create_connection((host, int(port)), REACH_SECONDS).close()
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"no Ray cluster answers at {address} ({error}): {_START}") from error
+    try:
         _within(JOIN_SECONDS, lambda: _connect(address))
     except (RayError, OSError, ValueError, RuntimeError) as error:
-        message = f"there is no Ray cluster at {address}: {error}; start one with `ray start --head`"
-        raise ConfigError(message) from error
+        if address == "auto" and isinstance(error, ConnectionError):
+            raise ConfigError(f"this machine is in no Ray cluster: {_START}") from error
+        raise ConfigError(f"the Ray cluster at {address} cannot be joined ({error}): {_ALIKE}") from error
     addresses = [str(node["NodeManagerAddress"]) for node in nodes_of_cluster()]
     check_authentication(addresses, lambda: _answers_without_token(ray.get_runtime_context().gcs_address))
 

@@ -44,6 +44,7 @@ class RayHost:
         self._actor: Any = None
         self._run: Awaitable[str] | None = None
         self._calling: asyncio.Task[None] | None = None
+        self._machine = ""  # its address, once it is placed
         self._has_ended = False
 
     async def start(self, config: HostConfig) -> HostAddress:
@@ -56,9 +57,11 @@ class RayHost:
         try:
             encoded = await self._actor.start.remote(msgspec.msgpack.encode(config), self._bundle, source_digest())
         except RayError as error:
-            raise EngineDeadError(f"its host could not be started: {_reason(error)}") from error
+            raise EngineDeadError(f"the engine's host could not be started: {_reason(error)}") from error
         self._run = self._actor.run.remote()
-        return msgspec.msgpack.decode(encoded, type=HostAddress)
+        address = msgspec.msgpack.decode(encoded, type=HostAddress)
+        self._machine = address.address
+        return address
 
     async def _call(self, function: Callable[[], None]) -> None:
         """Run what waits for Ray in a thread. It goes on when this is cancelled; `end` waits for it."""
@@ -93,7 +96,7 @@ class RayHost:
                 logger.warning(text, self._name, self._bundle, extra=of_request(""))
             await ready
         except RayError as error:
-            raise EngineDeadError(f"no machine was found for it: {_reason(error)}") from error
+            raise EngineDeadError(f"Ray found no machine for the engine: {_reason(error)}") from error
         finally:
             ready.cancel()  # or it would fail when `end` removes the group
             if ready.done():
@@ -105,7 +108,7 @@ class RayHost:
         try:
             return await self._run
         except RayError as error:
-            return f"its host has ended: {_reason(error)}"
+            return f"the engine's host on {self._machine} has died, or Ray's processes there ({_reason(error)})"
 
     async def end(self) -> None:
         """See Host."""

@@ -54,7 +54,7 @@ class Host(Protocol):
         """Have it started, and wait until it listens. Raises StencilError."""
 
     async def wait(self) -> str:
-        """Wait until it has ended; how."""
+        """Wait until it has ended; why, as of a StartedEngine."""
 
     async def end(self) -> None:
         """End it, in whatever state it is, also while it starts; what cannot be reached ends by itself. Raises
@@ -96,7 +96,7 @@ class RemoteEngine:
 
     def kill(self) -> None:
         """See StartedEngine."""
-        self._end("it was ended")
+        self._end("the engine was ended")
 
     def describe_exit(self) -> str:
         """See StartedEngine."""
@@ -147,7 +147,7 @@ class RemoteEngine:
             self._near.send(payload, zmq.NOBLOCK)
 
         seconds = SILENT_SHARE * self._config.engine.hang_seconds
-        silent = f"its machine, {address.address}, gave no sign of life in {seconds:g} s"
+        silent = f"the engine's machine, {address.address}, gave no sign of life in {seconds:g} s"
         ends = Ends(self._arena, transmit, to_client, lambda: self._end(silent), seconds)
         courier = ServerCourier(self._config.epoch, ends)
         async with asyncio.TaskGroup() as tasks:
@@ -158,7 +158,7 @@ class RemoteEngine:
             running += [told, gone]
             await asyncio.wait([told, gone], return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait([told], timeout=REASON_SECONDS)
-            self._end(told.result() if told.done() else f"its host on {address.address} is gone")
+            self._end(told.result() if told.done() else f"the engine's host on {address.address} has died")
             for task in running:
                 task.cancel()
 
@@ -168,7 +168,7 @@ class RemoteEngine:
             try:
                 courier.receive(name, frames)
             except MessageError as error:  # outputs are lost, so it cannot go on
-                return self._end(f"its host is out of order: {error}")
+                return self._end(f"the engine's host is out of order: {error}")
             await asyncio.sleep(0)  # messages that are there already would let nothing else run
 
     async def _pass_on(self, courier: ServerCourier) -> None:

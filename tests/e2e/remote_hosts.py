@@ -130,7 +130,7 @@ class ProcessHost:
     async def wait(self) -> str:
         assert self.process is not None
         await self.process.wait()
-        return self.process.describe_exit()
+        return f"the engine's host died ({self.process.describe_exit()})"
 
     async def end(self) -> None:
         self.relay.close()
