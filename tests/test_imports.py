@@ -380,7 +380,7 @@ def test_law_allows(module: str, source: str) -> None:
 )
 def test_only_workers_load_torch(module: str) -> None:
     """What the law cannot detect: torch imported by a third-party package."""
-    code = f"import sys, {module}; sys.exit(' '.join({{'torch', 'diffusers', 'transformers'}} & set(sys.modules)) or 0)"
+    code = f"import sys, {module}; sys.exit(' '.join({{'torch', 'diffusers', 'transformers', 'ray'}} & set(sys.modules)) or 0)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
