@@ -21,8 +21,8 @@ from engine.cluster.link import Header
 
 GREETING_BYTES = 64
 """Of ZMTP: version and mechanism, which it tells everybody."""
-WELCOME_BYTES = 2 + 168
-"""Of CurveZMQ's answer to a client's first word: a cookie that only that client can read."""
+HELLO_BYTES, WELCOME_BYTES = 2 + 200, 2 + 168
+"""Of a client's first word in CurveZMQ, and of the answer: a cookie that only that client can read."""
 QUIET_SECONDS = 1.0
 """Without a word for so long, nothing more comes."""
 
@@ -60,6 +60,20 @@ async def say(port: int, what: bytes) -> bytes:
     with suppress(TimeoutError, ConnectionError):
         while data := await asyncio.wait_for(reader.read(1 << 16), QUIET_SECONDS):
             came += data
+    writer.transport.abort()
+    return came
+
+
+async def replay(port: int, sent: bytes) -> bytes:
+    """All that comes back for what a client has sent before, once it has been told a new cookie."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    first = GREETING_BYTES + HELLO_BYTES
+    writer.write(sent[:first])
+    await asyncio.wait_for(reader.readexactly(GREETING_BYTES + WELCOME_BYTES), 10)
+    writer.write(sent[first:])
+    came = b""
+    with suppress(ConnectionError):
+        came = await asyncio.wait_for(reader.read(), 10)
     writer.transport.abort()
     return came
 
