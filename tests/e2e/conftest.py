@@ -21,6 +21,11 @@ API_KEY = "sk-local"
 NUM_STEPS = 4  # the checkpoint's default
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--on-ray"):
+        items[:] = [item for item in items if item.get_closest_marker("one_machine") is None]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _launcher(launcher: str) -> Iterator[None]:
     """It forks the workers of all engines, and the keepers of weights of those in this process."""
