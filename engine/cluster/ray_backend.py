@@ -8,17 +8,23 @@ engines here as it does on a single machine, wherever there is room.
 from __future__ import annotations
 
 import asyncio
+import logging
+from functools import partial
 
-import ray
 import zmq.asyncio
 
 from core.config import EngineConfig
 from core.ipc.shared_array import Arena
-from engine.cluster.ray_cluster import join, restore_signal_handlers
+from engine.cluster.ray_cluster import forget, in_thread, join, leave, restore_signal_handlers
 from engine.cluster.ray_host import RayHost, retrieve
 from engine.cluster.remote_backend import RemoteBackend
 from engine.router.engine_backend import StartedEngine
 from engine.router.local_backend import LocalBackend
+
+logger = logging.getLogger("stencil.router")
+
+LEAVE_SECONDS = 5.0
+"""How long leaving the cluster may take."""
 
 
 class RayBackend:
@@ -30,7 +36,7 @@ class RayBackend:
         self._num_local = config.num_local
         self._local = LocalBackend(arena)
         self._remote = RemoteBackend(arena, lambda config: RayHost(config, self._join))
-        self._joining: asyncio.Task[None] | None = None
+        self._joining: asyncio.Future[None] | None = None
 
     def start(self, config: EngineConfig, epoch: int, socket: zmq.asyncio.Socket) -> StartedEngine:
         """See EngineBackend."""
@@ -41,13 +47,15 @@ class RayBackend:
         """Leave the cluster, which ends what is still there of this process."""
         if self._joining is not None:
             await asyncio.wait([self._joining])
-            if ray.is_initialized():
-                await asyncio.to_thread(ray.shutdown)
+            left, _ = await asyncio.wait([asyncio.wrap_future(in_thread(leave))], timeout=LEAVE_SECONDS)
+            if not left:
+                logger.warning("the Ray cluster's head does not answer: left without its knowledge")
+                forget()
 
     async def _join(self) -> None:
         """Become a client of the cluster, once. Raises ConfigError."""
         if self._joining is None:
-            self._joining = asyncio.create_task(asyncio.to_thread(join, self._address))
+            self._joining = asyncio.wrap_future(in_thread(partial(join, self._address)))
             self._joining.add_done_callback(retrieve)
         await asyncio.shield(self._joining)
         restore_signal_handlers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
@@ -55,9 +56,17 @@ def _connect(address: str) -> None:
 
 
 def _within(seconds: float, function: Callable[[], None]) -> None:
-    """Run what Ray may try for minutes, in a thread that keeps no process from ending. Raises its error, or
-    TimeoutError."""
+    """Run what Ray may try for minutes. Raises its error, or TimeoutError."""
+    try:
+        in_thread(function).result(seconds)
+    except TimeoutError as error:
+        raise TimeoutError(f"no answer in {seconds:g} s") from error
+
+
+def in_thread(function: Callable[[], None]) -> Future[None]:
+    """Run what may wait for Ray's head, for ever if that is gone, in a thread that keeps no process from ending."""
     done: Future[None] = Future()
+    done.set_running_or_notify_cancel()  # who waits no longer does not end it
 
     def run() -> None:
         try:
@@ -67,11 +76,19 @@ def _within(seconds: float, function: Callable[[], None]) -> None:
         else:
             done.set_result(None)
 
-    Thread(target=run, name="join-ray", daemon=True).start()
-    try:
-        done.result(seconds)
-    except TimeoutError as error:
-        raise TimeoutError(f"no answer in {seconds:g} s") from error
+    Thread(target=run, name="ask-ray", daemon=True).start()
+    return done
+
+
+def leave() -> None:
+    """End being a client of the cluster, which ends what is still there of this process."""
+    if ray.is_initialized():
+        ray.shutdown()
+
+
+def forget() -> None:
+    """Be able to end without leaving a cluster whose head does not answer."""
+    atexit.unregister(ray.shutdown)
 
 
 def check_authentication(addresses: Iterable[str], answers_without_token: Callable[[], bool]) -> None:

@@ -16,18 +16,18 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.config import EngineConfig
-from core.errors import EngineDeadError
+from core.errors import EngineDeadError, StencilError
 from core.ipc.logs import of_request
 from engine.cluster.engine_bundle import bundle_of
 from engine.cluster.host_actor import HostActor
 from engine.cluster.host_config import HostAddress, HostConfig
-from engine.cluster.ray_cluster import nodes_of_cluster
+from engine.cluster.ray_cluster import in_thread, nodes_of_cluster
 from engine.cluster.release import source_digest
 
 logger = logging.getLogger("stencil.router")
 
 TELL_SECONDS = 10.0
-"""How long an engine waits for a machine with room before the log says so."""
+"""How long an engine waits for a machine with room, or for an answer, before the log says so."""
 
 
 class RayHost:
@@ -43,7 +43,7 @@ class RayHost:
         self._group: PlacementGroup | None = None
         self._actor: Any = None
         self._run: Awaitable[str] | None = None
-        self._calling: asyncio.Task[None] | None = None
+        self._calling: asyncio.Future[None] | None = None
         self._machine = ""  # its address, once it is placed
         self._has_ended = False
 
@@ -65,8 +65,12 @@ class RayHost:
 
     async def _call(self, function: Callable[[], None]) -> None:
         """Run what waits for Ray in a thread. It goes on when this is cancelled; `end` waits for it."""
-        self._calling = asyncio.create_task(asyncio.to_thread(function))
+        self._calling = asyncio.wrap_future(in_thread(function))
         self._calling.add_done_callback(retrieve)
+        done, _ = await asyncio.wait([self._calling], timeout=TELL_SECONDS)
+        if not done:
+            text = "%s cannot be started: the Ray cluster's head does not answer, see `ray status`"
+            logger.warning(text, self._name, extra=of_request(""))
         await asyncio.shield(self._calling)
 
     def _make_group(self) -> None:
@@ -115,7 +119,7 @@ class RayHost:
         self._has_ended = True
         if self._calling is not None:
             await asyncio.wait([self._calling])
-        await asyncio.to_thread(self._remove)
+        await asyncio.wrap_future(in_thread(self._remove))
 
     def _remove(self) -> None:
         if self._actor is not None:
@@ -134,6 +138,8 @@ def retrieve(future: asyncio.Future[Any]) -> None:
 
 def _reason(error: RayError) -> str:
     """Why something of Ray has failed, in a line."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, StencilError):
+        return str(error.cause)
     if isinstance(error, RayTaskError):
         return f"{type(error.cause).__name__}: {error.cause}"
     return type(error).__name__
