@@ -45,10 +45,13 @@ class RayBackend:
 
     async def close(self) -> None:
         """Leave the cluster, which ends what is still there of this process."""
+        await self._remote.close()
         if self._joining is not None:
             await asyncio.wait([self._joining])
-            left, _ = await asyncio.wait([asyncio.wrap_future(in_thread(leave))], timeout=LEAVE_SECONDS)
-            if not left:
+            leaving = asyncio.wrap_future(in_thread(leave))
+            leaving.add_done_callback(retrieve)
+            await asyncio.wait([leaving], timeout=LEAVE_SECONDS)
+            if not leaving.done():
                 logger.warning("the Ray cluster's head does not answer: left without its knowledge")
                 forget()
 

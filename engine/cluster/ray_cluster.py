@@ -13,10 +13,14 @@ from concurrent.futures import Future
 from threading import Thread, current_thread, main_thread
 from typing import Any
 
+from core.errors import ConfigError
+
+# Ray would end this process, and with it the engines of this machine, a minute after the cluster's head is gone. It
+# reads its settings when it is imported.
+os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(365 * 24 * 3600))
+
 import ray
 from ray.exceptions import RayError
-
-from core.errors import ConfigError
 
 NAMESPACE, LOOPBACK = "stencil", "127.0.0.1"
 

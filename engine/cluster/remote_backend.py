@@ -67,14 +67,22 @@ class RemoteEngine:
     """
 
     def __init__(
-        self, config: EngineConfig, epoch: int, keys: CurveKeys, host: Host, arena: Arena, near: zmq.asyncio.Socket
+        self,
+        config: EngineConfig,
+        epoch: int,
+        keys: CurveKeys,
+        host: Host,
+        arena: Arena,
+        near: zmq.asyncio.Socket,
+        ending: set[asyncio.Task[None]],
     ) -> None:
-        """near: connected to the engine's client."""
+        """near: connected to the engine's client. ending: takes the end of the host, which nobody waits for."""
         self._config = HostConfig(config, ROOM_TIMES * arena.size, epoch, keys.public)
         self._keys = keys
         self._host = host
         self._arena = arena
         self._near = near
+        self._ending = ending
         self._why = ""
         self._killed = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name="remote-engine")
@@ -110,7 +118,7 @@ class RemoteEngine:
         self._killed.set()
 
     async def _run(self) -> None:
-        """Start the host, serve until it has ended, and end it."""
+        """Start the host, serve until it has ended, and have it ended."""
         serving = asyncio.create_task(self._serve())
         killed = asyncio.create_task(self._killed.wait())
         try:
@@ -124,9 +132,14 @@ class RemoteEngine:
                 if not isinstance(error, StencilError):
                     logger.error("an engine of another machine has failed", exc_info=error, extra=of_request(""))
             self._near.close()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(END_SECONDS):
-                    await self._host.end()
+            end = asyncio.create_task(self._end_host(), name="end-host")
+            self._ending.add(end)
+            end.add_done_callback(self._ending.discard)
+
+    async def _end_host(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await self._host.end()
 
     async def _serve(self) -> None:
         address = await self._host.start(self._config)
@@ -182,6 +195,7 @@ class RemoteBackend:
     def __init__(self, arena: Arena, new_host: Callable[[EngineConfig], Host]) -> None:
         self._arena = arena
         self._new_host = new_host
+        self._ending: set[asyncio.Task[None]] = set()  # hosts
 
     def start(self, config: EngineConfig, epoch: int, socket: zmq.asyncio.Socket) -> RemoteEngine:
         """See EngineBackend. The engine's client speaks to this process, which passes messages on."""
@@ -191,7 +205,9 @@ class RemoteBackend:
         socket.bind(_NEAR)
         near.connect(_NEAR)
         keys = CurveKeys.new()
-        return RemoteEngine(config, epoch, keys, self._new_host(config), self._arena, near)
+        return RemoteEngine(config, epoch, keys, self._new_host(config), self._arena, near, self._ending)
 
     async def close(self) -> None:
-        """There is nothing to let go of."""
+        """Wait until all hosts have been ended."""
+        if self._ending:
+            await asyncio.wait(self._ending)
