@@ -78,7 +78,7 @@ def hosts_of(raylet: psutil.Process) -> list[psutil.Process]:
 def _is_host(process: psutil.Process) -> bool:
     """Ray calls a process as what runs there."""
     with suppress(psutil.NoSuchProcess):
-        return process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[:1] > ["ray::HostActor"]
+        return is_there(process) and "".join(process.cmdline()[:1]).startswith("ray::HostActor")
     return False
 
 

@@ -53,6 +53,8 @@ async def watched() -> AsyncIterator[tuple[Far, asyncio.Task[None]]]:
         yield far, watch
         watch.cancel()
         await asyncio.wait([watch])
+    far.cut()
+    far.server.close()
 
 
 async def test_a_process_that_leaves_its_port_is_gone(watched: tuple[Far, asyncio.Task[None]]) -> None:
