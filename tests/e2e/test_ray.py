@@ -181,10 +181,13 @@ async def test_a_server_that_ends_leaves_nothing(
     assert not alive
 
 
-async def test_a_server_outlives_the_head_of_its_cluster(tiny_checkpoint: Path, tmp_path: Path) -> None:
+async def test_a_server_outlives_the_head_of_its_cluster(
+    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """With the engine of its own machine; and it ends when it is told to."""
-    log = tmp_path / "log"
-    with machines(tmp_path, RAY_gcs_rpc_server_reconnect_timeout_s="5") as found:
+    folder = tmp_path_factory.mktemp("h")  # short, since sockets are in it
+    log = folder / "log"
+    with machines(folder, RAY_gcs_rpc_server_reconnect_timeout_s="5") as found:
         size = ("--data-parallel-size", "2", "--data-parallel-size-local", "1")
         server = await serve(tiny_checkpoint, found, log, *size)
         try:
