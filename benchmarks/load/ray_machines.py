@@ -125,10 +125,14 @@ def main() -> None:
     def tell(what: object) -> None:
         print("told", what, flush=True)
 
-    options = {"node_ip_address": "127.0.0.1", "include_dashboard": False, "object_store_memory": STORE_BYTES}
+    options: dict[str, Any] = {
+        "node_ip_address": "127.0.0.1",
+        "include_dashboard": False,
+        "object_store_memory": STORE_BYTES,
+    }
     folder = os.environ[FOLDER_VARIABLE]
     head = {"num_cpus": 0, "_system_config": SETTINGS, "temp_dir": folder, **options}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster: Any = Cluster(initialize_head=True, head_node_args=head)
     cores = int(sys.argv[1])
 
     def add() -> int:

@@ -168,11 +168,10 @@ class RemoteEngine:
             running += [tasks.create_task(courier.run()), tasks.create_task(self._pass_on(courier))]
             told = tasks.create_task(self._host.wait())
             gone = tasks.create_task(until_gone(links[MESSAGES], address.address, address.port))
-            running += [told, gone]
             await asyncio.wait([told, gone], return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait([told], timeout=REASON_SECONDS)
             self._end(told.result() if told.done() else f"the engine's host on {address.address} has died")
-            for task in running:
+            for task in (*running, told, gone):
                 task.cancel()
 
     async def _receive(self, name: bytes, socket: zmq.asyncio.Socket, courier: ServerCourier) -> None:
