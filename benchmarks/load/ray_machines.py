@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,8 @@ class Machines:
     """The cluster, as who disturbs it sees it. raylets: of its machines, in the order in which they came; that of the
     head, which has no cores, is not among them."""
 
-    def __init__(self, process: subprocess.Popen[str], environment: Mapping[str, str]) -> None:
-        """environment: of a process that joins it."""
+    def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
-        self.environment = environment
         self.address = self._read()
         self.head = psutil.Process(int(self._read()))
         self.raylets = [psutil.Process(int(self._read())) for _ in range(2)]
@@ -91,8 +89,8 @@ def is_there(process: psutil.Process) -> bool:
 
 @contextmanager
 def machines(folder: Path, cores: int = 1, **variables: str) -> Iterator[Machines]:
-    """A cluster, of which nothing is left afterwards. folder: for its files. cores: that each machine says it has.
-    variables: of all processes of the cluster, beside this one's.
+    """A cluster that this process and its children may join, of which nothing is left afterwards. folder: for its
+    files. cores: that each machine says it has. variables: of all processes of the cluster, beside this one's.
     """
     token = folder / "token"
     token.write_text("t" * 64)
@@ -103,9 +101,12 @@ def machines(folder: Path, cores: int = 1, **variables: str) -> Iterator[Machine
     command = [sys.executable, "-P", __file__, str(cores)]
     with subprocess.Popen(command, env=environment, **pipes) as process:
         try:
-            found = Machines(process, joining)
+            found = Machines(process)
+            os.environ |= joining
             yield found
         finally:
+            for name in joining:
+                os.environ.pop(name, None)
             family = psutil.Process(process.pid).children(recursive=True)
             assert process.stdin is not None
             process.stdin.close()

@@ -136,7 +136,6 @@ def _soak(args: argparse.Namespace, folder: Path, ledger: Ledger, record: Record
                 asyncio.run(_learn(here, references, ledger))
             found = stack.enter_context(_cluster(folder / "r", record))
             flags += ["--data-parallel-backend", "ray", "--ray-address", found.address]
-            environment |= found.environment
         with start_server(flags, environment=environment, log=log) as server:
             server.wait_for("/ready")
             tree = Tree(server.process.pid, setup.num_ranks, found)

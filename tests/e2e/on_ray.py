@@ -43,8 +43,6 @@ def placed_there(folder: Path) -> Iterator[None]:
         patch.setenv("PYTHONPATH", f"{shims}:{Path.cwd()}:{Path(__file__).parent}")
         with machines(folder, CORES) as found:
             patch.undo()
-            for name, value in found.environment.items():
-                patch.setenv(name, value)
             _place.machines, _place.shims = found, shims
             yield
             _place.machines = None

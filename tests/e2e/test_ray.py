@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import signal
 import sys
 import time
@@ -37,11 +36,8 @@ Cluster = tuple[AsyncEngine, Machines]
 async def cluster(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     """Engines for which each death counts as the first."""
     async with AsyncExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(engine_replica, "PROVEN_SECONDS", 0.0)
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(engine_replica, "PROVEN_SECONDS", 0.0)
         found = stack.enter_context(machines(tmp_path_factory.mktemp("r")))
-        for name, value in found.environment.items():
-            patch.setenv(name, value)
         ray = {"data_parallel_backend": "ray", "ray_address": found.address}
         yield await stack.enter_async_context(start(tiny_checkpoint, 2, **ray)), found  # type: ignore[arg-type]
 
@@ -151,9 +147,8 @@ async def serve(checkpoint: Path, found: Machines, log: Path, *flags: str) -> Pr
     model = ["--model", str(checkpoint), "--threads", "1", "--dtype", "float32", "--port", "0"]
     ray = ["--data-parallel-backend", "ray", "--ray-address", found.address]
     command = [sys.executable, "-P", "-m", "entrypoints.serve", *model, *ray, *flags]
-    environment = {**os.environ, **found.environment}
     with log.open("w") as file:
-        return await asyncio.create_subprocess_exec(*command, stdout=file, stderr=file, env=environment)
+        return await asyncio.create_subprocess_exec(*command, stdout=file, stderr=file)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
