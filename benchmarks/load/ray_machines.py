@@ -95,18 +95,19 @@ def machines(folder: Path, cores: int = 1, **variables: str) -> Iterator[Machine
     token = folder / "token"
     token.write_text("t" * 64)
     token.chmod(0o600)
+    before = dict(os.environ)
     joining = QUIET | {"RAY_AUTH_TOKEN_PATH": str(token)}
     environment = {**os.environ, **variables, **joining, FOLDER_VARIABLE: str(folder)}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     command = [sys.executable, "-P", __file__, str(cores)]
     with subprocess.Popen(command, env=environment, **pipes) as process:
         try:
-            found = Machines(process)
             os.environ |= joining
-            yield found
+            yield Machines(process)
         finally:
             for name in joining:
-                os.environ.pop(name, None)
+                os.environ.pop(name)
+            os.environ |= {name: before[name] for name in joining if name in before}
             family = psutil.Process(process.pid).children(recursive=True)
             assert process.stdin is not None
             process.stdin.close()

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from benchmarks.load.ray_machines import Machines, machines
+from benchmarks.load.server import ROOT
 
 CORES = 8
 """Of each machine: for the engines of one test while those of the one before end."""
@@ -39,13 +39,10 @@ def placed_there(folder: Path) -> Iterator[None]:
     """Engines that start meanwhile are on machines. folder: for their files."""
     shims = folder / "shims"
     shims.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{shims}:{Path.cwd()}:{Path(__file__).parent}")
-        with machines(folder, CORES) as found:
-            patch.undo()
-            _place.machines, _place.shims = found, shims
-            yield
-            _place.machines = None
+    with machines(folder, CORES, PYTHONPATH=f"{shims}:{ROOT}:{ROOT / 'tests' / 'e2e'}") as found:
+        _place.machines, _place.shims = found, shims
+        yield
+        _place.machines = None
 
 
 def settings() -> dict[str, Any]:
