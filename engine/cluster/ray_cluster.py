@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from threading import Thread, current_thread, main_thread
-from typing import Any
+from typing import Any, TypeVar
 
 from core.errors import ConfigError
 
@@ -21,6 +21,8 @@ os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(365 * 24 * 3
 
 import ray
 from ray.exceptions import RayError
+
+Result = TypeVar("Result")
 
 NAMESPACE, LOOPBACK = "stencil", "127.0.0.1"
 
@@ -67,18 +69,18 @@ def _within(seconds: float, function: Callable[[], None]) -> None:
         raise TimeoutError(f"no answer in {seconds:g} s") from error
 
 
-def in_thread(function: Callable[[], None]) -> Future[None]:
+def in_thread(function: Callable[[], Result]) -> Future[Result]:
     """Run what may wait for Ray's head, for ever if that is gone, in a thread that keeps no process from ending."""
-    done: Future[None] = Future()
+    done: Future[Result] = Future()
     done.set_running_or_notify_cancel()  # who waits no longer does not end it
 
     def run() -> None:
         try:
-            function()
+            result = function()
         except BaseException as error:
             done.set_exception(error)
         else:
-            done.set_result(None)
+            done.set_result(result)
 
     Thread(target=run, name="ask-ray", daemon=True).start()
     return done
