@@ -47,11 +47,11 @@ class RayBackend:
         """Leave the cluster, which ends what is still there of this process."""
         await self._remote.close()
         if self._joining is not None:
-            await asyncio.wait([self._joining])
+            await asyncio.wait([self._joining], timeout=LEAVE_SECONDS)
             leaving = asyncio.wrap_future(in_thread(leave))
             leaving.add_done_callback(retrieve)
             await asyncio.wait([leaving], timeout=LEAVE_SECONDS)
-            if not leaving.done():
+            if not (self._joining.done() and leaving.done()):
                 logger.warning("the Ray cluster's head does not answer: left without its knowledge")
                 forget()
 
