@@ -29,7 +29,7 @@ test-slow: $(DEV)  ## Run the tests that take minutes each: a GPU machine's run 
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
 test-ray: $(DEV)  ## Run the tests with a Ray cluster of two machines, in a network namespace with loopback alone
-	$(LOOPBACK) $(BIN)/python -m pytest -q -m ray tests/e2e/test_ray.py $(ARGS)
+	$(LOOPBACK) $(BIN)/python -m pytest -q -m ray $(wildcard tests/e2e/test_ray*.py) $(ARGS)
 
 test-on-ray: $(DEV)  ## Run end-to-end and fault tests with their engines on two machines of a Ray cluster (half an hour)
 	$(LOOPBACK) $(BIN)/python -m pytest -q --on-ray $(ON_RAY:%=tests/e2e/test_%.py) $(ARGS)

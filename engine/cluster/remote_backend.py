@@ -32,7 +32,7 @@ engine's own silence then says the same later."""
 END_SECONDS = 5.0
 """How long the end of a host may take to be asked for."""
 
-REASON_SECONDS = 0.5
+REASON_SECONDS = 0.2
 """How long a host that is seen to be gone may take to be told of, with the reason, by what has started it."""
 
 ROOM_TIMES = 2

@@ -7,19 +7,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-import sys
 import time
-from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 import pytest_asyncio
 from fault_kit import EDITS, Told, begin, ends, run_each, start, until
-from pictures import alpha_mask, encode, photo
+from ray_server import serve
 
 from benchmarks.load.ray_machines import Machines, hosts_of, machines
 from core.config import EngineConfig, ModelConfig
@@ -116,7 +113,7 @@ async def test_a_raylet_that_dies_takes_its_engine_along_which_goes_where_there_
     family = tree(hosts_of(found.raylets[1])[0])
     tasks = await begin(engine, EDITS)
     found.raylets[1].kill()
-    await died(engine, 2.0)
+    await died(engine, 3.0)  # 0.7 to 1 s, later where other programs have the cores
     _, alive = psutil.wait_procs(family, timeout=5)
     assert not alive
     assert await ends(tasks) == expected
@@ -142,15 +139,6 @@ async def test_a_machine_that_stops_is_given_up(cluster: Cluster, expected: dict
     assert await run_each(engine, EDITS) == expected
 
 
-async def serve(checkpoint: Path, found: Machines, log: Path, *flags: str) -> Process:
-    """Start a server with engines on machines."""
-    model = ["--model", str(checkpoint), "--threads", "1", "--dtype", "float32", "--port", "0"]
-    ray = ["--data-parallel-backend", "ray", "--ray-address", found.address]
-    command = [sys.executable, "-P", "-m", "entrypoints.serve", *model, *ray, *flags]
-    with log.open("w") as file:
-        return await asyncio.create_subprocess_exec(*command, stdout=file, stderr=file)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_a_server_that_ends_leaves_nothing(
     cluster: Cluster, tiny_checkpoint: Path, tmp_path: Path, number: signal.Signals
@@ -174,37 +162,3 @@ async def test_a_server_that_ends_leaves_nothing(
     assert "SIGTERM received" not in log.read_text()
     _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=5)
     assert not alive
-
-
-async def test_a_server_outlives_the_head_of_its_cluster(
-    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """With the engine of its own machine; and it ends when it is told to."""
-    folder = tmp_path_factory.mktemp("h")  # short, since sockets are in it
-    log = folder / "log"
-    with machines(folder, RAY_gcs_rpc_server_reconnect_timeout_s="5") as found:
-        size = ("--data-parallel-size", "2", "--data-parallel-size-local", "1")
-        server = await serve(tiny_checkpoint, found, log, *size)
-        try:
-            await until(lambda: "ready on" in log.read_text())
-            url = next(word for word in log.read_text().split() if word.startswith("http://"))
-            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-                found.head.kill()
-                async with asyncio.timeout(60):
-                    while [each["state"] for each in (await health(client))] != ["serving", "restarting"]:
-                        await asyncio.sleep(0.1)
-                await until(lambda: "the Ray cluster's head does not answer" in log.read_text())
-                files = {"image": encode(photo()), "mask": alpha_mask()}
-                answer = await client.post("/v1/images/edits", data={"prompt": "a hat"}, files=files)
-                assert answer.status_code == 200, answer.text
-            server.terminate()
-            await asyncio.wait_for(server.wait(), 30)
-        finally:
-            with suppress(ProcessLookupError):
-                server.kill()
-    assert server.returncode == 0, log.read_text()
-
-
-async def health(client: httpx.AsyncClient) -> list[dict[str, str]]:
-    engines: list[dict[str, str]] = (await client.get("/health")).json()["engines"]
-    return engines
