@@ -1,7 +1,10 @@
 """Engines of the end-to-end tests on two machines of a Ray cluster, with `pytest --on-ray`: nothing else about a test
 changes. What looks for processes finds those on the machines, too.
 
-Not for tests of what an engine inherits of its parent: variables of the environment, and limits of files.
+Not for tests of what is there on one machine alone: what an engine inherits of its parent (variables of the
+environment, limits of files), memory that is mapped by all processes, the launcher and keeper that engines share, how a
+server with its children starts and ends, offline use. Which files it is for: `ON_RAY` in the Makefile; single tests in
+them are left out by the marker `one_machine`.
 """
 
 from __future__ import annotations

@@ -51,7 +51,6 @@ class Relay:
     in the order in which they came."""
 
     def __init__(self) -> None:
-        self.num_connections = 0
         self.port = 0
         self.connections: list[Connection] = []
         self._writers: set[asyncio.StreamWriter] = set()
@@ -75,7 +74,6 @@ class Relay:
             self._writers.discard(writer)
 
         async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            self.num_connections += 1
             self._writers.add(writer)  # before the way on is there, or `close` would miss it
             try:
                 far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)

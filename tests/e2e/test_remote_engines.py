@@ -70,7 +70,7 @@ async def test_nobody_without_keys_is_answered(remote: Remote, expected: dict[st
     assert sorted(listening(each for host in hosts for each in family_of(host))) == sorted(
         ("127.0.0.1", port) for port in ports
     )
-    connections = [host.relay.num_connections for host in hosts]
+    connections = [len(host.relay.connections) for host in hosts]
     tasks = await begin(engine, EDITS)
     for host in hosts:
         raw = [b"", b"GET /health HTTP/1.1\r\n\r\n", bytes(1000), b"\xff" * 1000]
@@ -86,7 +86,7 @@ async def test_nobody_without_keys_is_answered(remote: Remote, expected: dict[st
         assert not plain.answers
         assert not foreign.answers
     assert await ends(tasks) == expected
-    assert [host.relay.num_connections for host in hosts] == connections, "nobody has taken the place of another"
+    assert [len(host.relay.connections) for host in hosts] == connections, "nobody has taken the place of another"
 
 
 async def test_what_was_captured_does_nothing_when_it_is_sent_again(remote: Remote, expected: dict[str, Told]) -> None:
@@ -100,10 +100,10 @@ async def test_what_was_captured_does_nothing_when_it_is_sent_again(remote: Remo
             assert await replay(host.relay.port, sent) == b""
     tasks = await begin(engine, EDITS)
     for host in hosts:
-        before = host.relay.num_connections
+        before = len(host.relay.connections)
         for connection in host.relay.connections[-3:]:
             connection.to_host.write(connection.last)
-        await until(lambda host=host, before=before: host.relay.num_connections >= before + 3, seconds=10)
+        await until(lambda host=host, before=before: len(host.relay.connections) >= before + 3, seconds=10)
     assert await ends(tasks) == expected
     assert len(hosts) == 2, "no engine was given up"
 
@@ -116,7 +116,7 @@ async def test_connections_that_break_lose_nothing(remote: Remote, expected: dic
             host.relay.cut()
         await asyncio.sleep(0.3)
     assert await ends(tasks) == expected
-    assert all(host.relay.num_connections > 3 for host in hosts), "they were broken"
+    assert all(len(host.relay.connections) > 3 for host in hosts), "they were broken"
     assert len(hosts) == 2, "no engine was given up"
 
 
