@@ -27,8 +27,14 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 Remote = tuple[AsyncEngine, list[ProcessHost]]
 
 
+@pytest.fixture(scope="module")
+def listened() -> set[tuple[str, int]]:
+    """At what this process listens before."""
+    return listening([psutil.Process()])
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def remote(tiny_checkpoint: Path) -> AsyncIterator[Remote]:
+async def remote(tiny_checkpoint: Path, listened: set[tuple[str, int]]) -> AsyncIterator[Remote]:
     """Engines for which each death counts as the first."""
     async with AsyncExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(engine_replica, "PROVEN_SECONDS", 0.0)
@@ -63,13 +69,14 @@ async def test_it_paints_the_bits_of_an_engine_here(remote: Remote, expected: di
     assert len(hosts) == 2
 
 
-async def test_nobody_without_keys_is_answered(remote: Remote, expected: dict[str, Told]) -> None:
+async def test_nobody_without_keys_is_answered(
+    remote: Remote, expected: dict[str, Told], listened: set[tuple[str, int]]
+) -> None:
     """At none of the ports that a server with remote engines opens, and what runs there goes on."""
     engine, hosts = remote
-    ports = [host.relay.port for host in hosts]
-    assert sorted(listening(each for host in hosts for each in family_of(host))) == sorted(
-        ("127.0.0.1", port) for port in ports
-    )
+    opened = listening(each for host in hosts for each in family_of(host))
+    assert opened == {("127.0.0.1", host.relay.port) for host in hosts}
+    assert len(listening([psutil.Process()]) - listened) == len(hosts), "the relays alone"
     connections = [len(host.relay.connections) for host in hosts]
     tasks = await begin(engine, EDITS)
     for host in hosts:
