@@ -46,17 +46,19 @@ def disturb(kind: str, number: signal.Signals, family: Callable[[Site, int], Fam
             for process in victims:
                 with suppress(psutil.NoSuchProcess):
                     process.resume()
-        await _make_room(site)
+        await _make_room(site, rank)
 
     return act
 
 
-async def _make_room(site: Site) -> None:
-    """As many machines as engines, once what is dead has been seen to be."""
+async def _make_room(site: Site, rank: int) -> None:
+    """As many machines as engines, until the engine serves again: one that goes on after a stop may end itself."""
     assert site.machines is not None
-    await asyncio.sleep(1.0)
-    while sum(map(is_there, site.machines.raylets)) < site.num_engines:
-        await asyncio.to_thread(site.machines.add)
+    async with asyncio.timeout(RECOVERY_SECONDS):
+        while not await site.serves(rank):
+            if sum(map(is_there, site.machines.raylets)) < site.num_engines:
+                await asyncio.to_thread(site.machines.add)
+            await asyncio.sleep(1.0)
 
 
 def _host(site: Site, rank: int) -> Family:
