@@ -8,11 +8,13 @@ RUNTIME := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 BROWSER := tests/browser/node_modules/.installed
 TYPED := core engine model_executor entrypoints benchmarks tools
+ON_RAY := faults deaths hangs takeover step_faults poison controlnet_faults workflow_faults late_adapters_served resumed_edits three_ranks parallel_steps data_parallel guarded_served model_workflows_at_run_time approximate_caching overload rude_clients templates adapters_served runtime_adapters_served workflows_over_http
+LOOPBACK := unshare --net --map-root-user sh -c 'ip link set lo up && exec "$$@"' sh
 ARGS ?=
 BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-found-masks bench-shared-denoiser bench-two-workflows bench-twelve-workflows bench-workflows bench-written-workflow bench-adapter-wait bench-approximate-caching bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-controlnet-beside bench-workflow-node bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-courier bench-remote bench-api bench-router-decision bench-scheduler-scale bench-coordinator bench-quality simulate soak
 
 .DEFAULT_GOAL := help
-.PHONY: $(BENCHMARKS) help serve test test-ray test-slow test-latest test-browser fuzz lint types format wheel train-embedded train-edges train-segmenter train-unet gpu-run bench-playground calibrate profile clean
+.PHONY: $(BENCHMARKS) soak-ray help serve test test-ray test-on-ray test-slow test-latest test-browser fuzz lint types format wheel train-embedded train-edges train-segmenter train-unet gpu-run bench-playground calibrate profile clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -27,7 +29,10 @@ test-slow: $(DEV)  ## Run the tests that take minutes each: a GPU machine's run 
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
 test-ray: $(DEV)  ## Run the tests with a Ray cluster of two machines, in a network namespace with loopback alone
-	unshare --net --map-root-user sh -c 'ip link set lo up && exec $(BIN)/python -m pytest -q -m ray tests/e2e/test_ray.py tests/e2e/test_ray_auto.py $(ARGS)'
+	$(LOOPBACK) $(BIN)/python -m pytest -q -m ray $(wildcard tests/e2e/test_ray*.py) $(ARGS)
+
+test-on-ray: $(DEV)  ## Run end-to-end and fault tests with their engines on two machines of a Ray cluster (half an hour)
+	$(LOOPBACK) $(BIN)/python -m pytest -q --on-ray $(ON_RAY:%=tests/e2e/test_%.py) $(ARGS)
 
 test-latest:  ## Run the tests with the newest releases that pyproject.toml allows, in .venv-latest: once a week
 	rm -rf $(LATEST)
@@ -113,6 +118,9 @@ soak: MODULE := benchmarks.soak  ## 20 minutes of mixed traffic with a fault eve
 
 $(BENCHMARKS): $(DEV)
 	$(BIN)/python -m $(MODULE) $(ARGS)
+
+soak-ray: $(DEV)  ## 10 minutes of mixed traffic on two machines of a Ray cluster, one of which is killed or stopped every 60 s
+	$(LOOPBACK) $(BIN)/python -m benchmarks.soak --ray --minutes 10 $(ARGS)
 
 gpu-run: $(DEV)  ## On a GPU machine, 8 minutes: correctness, speed and bars, written up as docs/gpu.md
 	PYTHON=$(BIN)/python benchmarks/gpu/run.sh $(ARGS)

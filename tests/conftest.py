@@ -34,6 +34,10 @@ settings.load_profile("stencil")
 gc.disable()  # until all test files are imported, which takes a quarter longer with collections that find nothing
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--on-ray", action="store_true", help="have end-to-end tests place their engines by Ray")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Have pytest-xdist hand out files in the order of the collection; by default those with few tests come last."""
     if hasattr(config.option, "loadscopereorder"):

@@ -378,9 +378,10 @@ def test_law_allows(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     "module", ["entrypoints.serve", "engine.engine_core.engine_process", "engine.client.async_engine"]
 )
-def test_only_workers_load_torch(module: str) -> None:
+def test_only_workers_load_torch_and_only_clusters_ray(module: str) -> None:
     """What the law cannot detect: torch imported by a third-party package."""
-    code = f"import sys, {module}; sys.exit(' '.join({{'torch', 'diffusers', 'transformers'}} & set(sys.modules)) or 0)"
+    absent = {"torch", "diffusers", "transformers", "ray"}
+    code = f"import sys, {module}; sys.exit(' '.join({absent} & set(sys.modules)) or 0)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 

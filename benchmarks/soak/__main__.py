@@ -1,6 +1,7 @@
 """Soak: minutes of mixed traffic on a server with two engines, with a fault every half minute; or, with
 --single-deaths, on one engine with two workers, one of which is killed every 20 seconds; --turns adds models that
-take turns, and loads that fail.
+take turns, and loads that fail; --ray has two engines on two machines of a Ray cluster on this computer, one of which
+is killed or stopped every minute.
 
 Every returned picture is compared with that of an undisturbed run of the same edit. Prints requests, lost, wrong,
 restarts, steps repeated and memory slope, and a line of JSON. Exit status 1 if a bar is missed.
@@ -16,8 +17,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -27,6 +28,7 @@ import httpx
 import psutil
 
 from benchmarks.command import command
+from benchmarks.load.ray_machines import FOLDER_VARIABLE, Machines, machines
 from benchmarks.load.server import STOP_SECONDS, Server, start_server
 from benchmarks.report import Value, percentile, print_report
 from benchmarks.soak.checking import Ledger, References
@@ -45,7 +47,7 @@ from benchmarks.soak.memory import (
 )
 from benchmarks.soak.resumes import Resumes
 from benchmarks.soak.sending import Sender
-from benchmarks.soak.setups import ENGINES, SINGLE_DEATHS, TURNS, Setup
+from benchmarks.soak.setups import ENGINES, ON_RAY, SINGLE_DEATHS, TURNS, Setup
 from benchmarks.soak.users import Crowd
 from core.handles import CacheResult
 
@@ -75,6 +77,7 @@ class Record:
     steps_repeated: int = 0  # as the server's metrics say
     resumes: Resumes = field(default_factory=Resumes)
     num_faults: int = 0
+    noticed: list[tuple[str, float, float]] = field(default_factory=list)  # as of a Site
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,6 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults.add_argument("--single-deaths", action="store_true", help="kill single workers of one engine, and no more")
     faults.add_argument(
         "--turns", action="store_true", help="the same with five models, of which each worker has one at a time"
+    )
+    faults.add_argument(
+        "--ray",
+        action="store_true",
+        help="engines on machines of a Ray cluster; in a network namespace, `make soak-ray`",
     )
     parser.add_argument(
         "--joint-steps", action="store_true", help="with --single-deaths: both compute each step together"
@@ -107,43 +115,74 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _setup(args: argparse.Namespace) -> Setup:
     if args.turns:
         return TURNS
+    if args.ray:
+        return ON_RAY
     if not args.single_deaths:
         return ENGINES
     return replace(SINGLE_DEATHS, degree=SINGLE_DEATHS.num_ranks) if args.joint_steps else SINGLE_DEATHS
 
 
 def _soak(args: argparse.Namespace, folder: Path, ledger: Ledger, record: Record) -> None:
-    scratch, pages = folder / "scratch", folder / "pages"
+    setup, scratch, pages = _setup(args), folder / "scratch", folder / "pages"
     scratch.mkdir()
     pages.mkdir(mode=0o700)
-    checkpoints = _setup(args).make_checkpoints(folder / "models")
-    shared, flags = shared_memory_files(), [*FLAGS, *_setup(args).flags(checkpoints), "--cache-dir", str(pages)]
-    with (folder / "server.log").open("wb") as log:
-        environment = {"TMPDIR": str(scratch), "XDG_CACHE_HOME": str(folder / "cache")}
+    checkpoints, references = setup.make_checkpoints(folder / "models"), References(ledger)
+    shared, flags = shared_memory_files(), [*FLAGS, *setup.flags(checkpoints), "--cache-dir", str(pages)]
+    environment = {"TMPDIR": str(scratch), "XDG_CACHE_HOME": str(folder / "cache")}
+    with ExitStack() as stack:
+        log, found = stack.enter_context((folder / "server.log").open("wb")), None
+        if setup.is_on_ray:
+            with start_server(FLAGS, environment=environment, log=log) as here:
+                asyncio.run(_learn(here, references, ledger))
+            found = stack.enter_context(_cluster(folder / "r", record))
+            flags += ["--data-parallel-backend", "ray", "--ray-address", found.address]
         with start_server(flags, environment=environment, log=log) as server:
             server.wait_for("/ready")
-            asyncio.run(_disturb(args, server, pages, checkpoints, ledger, record))
+            tree = Tree(server.process.pid, setup.num_ranks, found)
+            asyncio.run(_disturb(args, server, tree, pages, checkpoints, references, record))
             _end(server, record)
+        _look_for_leftovers(scratch, shared, found, record)
     record.resumes = Resumes.of_log(folder / "server.log")
-    _check_resumes(_setup(args), record)
-    _look_for_leftovers(scratch, shared, record)
+    _check_resumes(setup, record)
+
+
+async def _learn(server: Server, references: References, ledger: Ledger) -> None:
+    """Takes the references from a server that is on this machine alone."""
+    server.wait_for("/ready")
+    sender = Sender(server.url, ledger)
+    await Crowd(server.url, sender, references, ledger, 0, [""]).learn()
+    await sender.aclose()
+
+
+@contextmanager
+def _cluster(folder: Path, record: Record) -> Iterator[Machines]:
+    """Two machines, of which nothing may be left."""
+    (folder / "scratch" / "ray").mkdir(parents=True)  # which Ray takes to be there
+    with machines(folder, TMPDIR=str(folder / "scratch")) as found:
+        yield found
+    if left := processes_of(folder, FOLDER_VARIABLE):
+        record.failures.append(f"processes of the cluster left behind: {left}")
+    if files := [path for path in (folder / "scratch").iterdir() if path.name != "ray"]:
+        record.failures.append(f"files left behind on machines: {files}")
 
 
 async def _disturb(
     args: argparse.Namespace,
     server: Server,
+    tree: Tree,
     pages: Path,
     checkpoints: Mapping[str, Path],
-    ledger: Ledger,
+    references: References,
     record: Record,
 ) -> None:
     """Takes the references, runs traffic and faults for `minutes`, then checks that the queue empties."""
+    ledger = references.ledger
     sender = Sender(server.url, ledger)
-    crowd = Crowd(server.url, sender, References(ledger), ledger, args.seed, [*checkpoints] or [""])
+    crowd = Crowd(server.url, sender, references, ledger, args.seed, [*checkpoints] or [""])
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as probe:
         setup = _setup(args)
-        tree, sizes = Tree(server.process.pid, setup.num_ranks), (setup.num_engines, setup.num_ranks)
-        site = Site(tree, pages, crowd, probe, random.Random(args.seed), *sizes, checkpoints)
+        sizes, noticed = (setup.num_engines, setup.num_ranks), record.noticed
+        site = Site(tree, pages, crowd, probe, random.Random(args.seed), *sizes, checkpoints, tree.machines, noticed)
         await site.recovered()
         await crowd.learn()
         print(f"{ledger.seconds:6.0f} s  references taken, {_told(ledger)}", flush=True)
@@ -154,6 +193,8 @@ async def _disturb(
             crowd.stopping.set()
             sampling.cancel()
         await _check_quiet(site, record)
+        late = (each for each in record.noticed if each[1] > each[2])
+        record.failures += [f"{kind}: noticed after {seconds:.1f} s" for kind, seconds, _ in late]
         record.restarts = await _total(probe, "engine_restarts")
         record.steps_repeated = await _total(probe, "steps_repeated")
     await sender.aclose()
@@ -260,9 +301,11 @@ def _check_resumes(setup: Setup, record: Record) -> None:
         record.failures.append(f"the metrics say {record.steps_repeated} steps repeated, the log: {resumes}")
 
 
-def _look_for_leftovers(scratch: Path, shared: set[str], record: Record) -> None:
-    """After the server has ended; its processes may take a moment to end too."""
-    _, alive = psutil.wait_procs(processes_of(scratch), timeout=5)
+def _look_for_leftovers(scratch: Path, shared: set[str], found: Machines | None, record: Record) -> None:
+    """After the server has ended; its processes may take a moment to end too. found: where its engines were."""
+    hosts = [] if found is None else found.hosts
+    below = [each for host in hosts for each in (host, *host.children(recursive=True))]
+    _, alive = psutil.wait_procs([*processes_of(scratch), *below], timeout=5)
     left = {"processes": alive, "shared memory": shared_memory_files() - shared, "files": list(scratch.iterdir())}
     record.failures += [f"{kind} left behind: {found}" for kind, found in left.items() if found]
 
@@ -276,7 +319,8 @@ def _told(ledger: Ledger) -> str:
 def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
     """Prints everything; returns whether all bars are met."""
     counts, samples = ledger.counts, record.samples
-    slope, slopes = samples.memory_slope(*JUDGED), {role: samples.memory_slope(role) for role in ROLES}
+    roles = [role for role in ROLES if role != "host" or _setup(args).is_on_ray]
+    slope, slopes = samples.memory_slope(*JUDGED), {role: samples.memory_slope(role) for role in roles}
     growth = samples.worker_growth()
     if not counts["compared"]:
         record.failures.append("no picture was compared")
@@ -293,6 +337,7 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
         ("wrong", f"{counts['wrong']}"),
         ("faults", f"{record.num_faults}; well again after {percentile(recoveries, 0.5):.1f} s, P95 "
                    f"{percentile(recoveries, 0.95):.1f} s, at most {max(recoveries):.1f} s"),
+        *([("noticed", _noticed(record))] if record.noticed else []),
         ("restarts", f"{record.restarts} of engines"),
         ("single deaths", f"{record.resumes}"),
         ("memory slope", f"{slope:+.2f} MB/min of {', '.join(JUDGED)}; "
@@ -315,6 +360,11 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
     if args.faults and SPARE_WORKERS.issuperset(args.faults):  # otherwise few workers live long enough to be warm
         slope = max(slope, growth)
     return not (counts["lost"] or counts["wrong"] or record.failures or slope > MAX_SLOPE)
+
+
+def _noticed(record: Record) -> str:
+    """After how long the server knew of each fault."""
+    return ", ".join(f"{kind} {seconds:.2f} s" for kind, seconds, _ in record.noticed)
 
 
 def _from_to(ends: tuple[float, float]) -> str:

@@ -106,7 +106,7 @@ class References:
     """Pictures by edit, learnt from undisturbed answers."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+        self.ledger = ledger
         self._pictures: dict[Key, Pixels] = {}
 
     def learn(self, edit: Edit, delivery: Delivery, answer: Answer) -> None:
@@ -126,10 +126,10 @@ class References:
         """Count a finished request as right, lost or wrong."""
         problem = _incomplete(edit, delivery, answer)
         if problem:
-            self._ledger.blame("lost", problem, edit=edit, delivery=delivery)
+            self.ledger.blame("lost", problem, edit=edit, delivery=delivery)
             return
         if answer.seeds != list(range(edit.seed, edit.seed + edit.n)):
-            self._ledger.blame("wrong", f"the answer of seeds {answer.seeds}", edit=edit, delivery=delivery)
+            self.ledger.blame("wrong", f"the answer of seeds {answer.seeds}", edit=edit, delivery=delivery)
         for key, picture in _finals_of(edit, delivery, answer):
             self._judge_final(edit, delivery, key, _pixels(picture), answer)
         if _has_telling_partials(edit, delivery):
@@ -137,7 +137,7 @@ class References:
 
     def _judge_final(self, edit: Edit, delivery: Delivery, key: Key, came: Pixels, answer: Answer) -> None:
         if delivery.output_format not in LOSSY and not _is_outside_untouched(edit, came):
-            self._ledger.blame("wrong", "changed outside its mask", edit=edit, delivery=delivery, key=key)
+            self.ledger.blame("wrong", "changed outside its mask", edit=edit, delivery=delivery, key=key)
         if key in self._pictures:
             self._compare(edit, delivery, key, came, answer)
 
@@ -148,18 +148,18 @@ class References:
                 self._compare(edit, delivery, key, _pixels(picture), answer)
 
     def _compare(self, edit: Edit, delivery: Delivery, key: Key, came: Pixels, answer: Answer) -> None:
-        self._ledger.count("compared")
+        self.ledger.count("compared")
         expected, is_lossy = self._pictures[key], delivery.output_format in LOSSY
         difference = Difference.between(came, expected)
         if not difference.levels:
             return
         details = {"edit": edit, "delivery": delivery, "key": key, "difference": difference, "facts": answer.facts}
         if difference.is_rounding(is_lossy):
-            self._ledger.count("rounded")
-            self._ledger.note("rounded", "not bit-identical", **details)
+            self.ledger.count("rounded")
+            self.ledger.note("rounded", "not bit-identical", **details)
         else:
-            files = self._ledger.keep_pictures("-".join(map(str, key)), expected, came)
-            self._ledger.blame("wrong", "another picture", files=files, **details)
+            files = self.ledger.keep_pictures("-".join(map(str, key)), expected, came)
+            self.ledger.blame("wrong", "another picture", files=files, **details)
 
 
 def _pixels(picture: str) -> Pixels:

@@ -14,13 +14,14 @@ import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
+from benchmarks.load.ray_machines import Machines
 from benchmarks.soak.edits import PLAIN
 from benchmarks.soak.memory import Member, Role, Tree
 from benchmarks.soak.misbehaviour import hang_up
@@ -37,7 +38,8 @@ MAX_FILE_BYTES = 64 * 1024
 @dataclass
 class Site:
     """The server under test. pages: the folder of the disk tier. num_ranks: workers of each engine. checkpoints: model
-    -> its folder, of models that take turns.
+    -> its folder, of models that take turns. machines: where its engines are, if not on the server's own. noticed:
+    (fault, seconds until the server knew, most that it may take).
     """
 
     tree: Tree
@@ -48,6 +50,8 @@ class Site:
     num_engines: int
     num_ranks: int
     checkpoints: Mapping[str, Path]
+    machines: Machines | None = None
+    noticed: list[tuple[str, float, float]] = field(default_factory=list)
 
     async def ask(self, path: str) -> dict[str, Any]:
         """The JSON answer of a path that always works."""
@@ -60,6 +64,10 @@ class Site:
         ranks = await self.ranks()
         are_up = len(ranks) == self.num_engines * self.num_ranks and all(rank["alive"] for rank in ranks)
         return are_up and (await self.ask("/health"))["status"] == "ok"
+
+    async def serves(self, engine: int) -> bool:
+        """Whether the server takes an engine to be there."""
+        return bool((await self.ask("/health"))["engines"][engine]["alive"])
 
     async def ranks(self) -> list[dict[str, Any]]:
         """What the server says of all workers."""

@@ -17,8 +17,9 @@ import numpy as np
 import psutil
 
 from benchmarks.load.process_tree import own_bytes_of
+from benchmarks.load.ray_machines import Machines
 
-Role = Literal["server", "engine", "worker", "images", "launcher", "weights"]
+Role = Literal["server", "engine", "worker", "images", "launcher", "weights", "host"]
 ROLES: tuple[Role, ...] = get_args(Role)
 MB = 1e6
 
@@ -32,7 +33,7 @@ _NAME = re.compile(r"stencil-(engine|worker|images|launcher|weights)(?:-(\d+))?"
 
 @dataclass(frozen=True)
 class Member:
-    """One process. engine: index of its engine; 0 where it belongs to none."""
+    """One process. engine: index of its engine; 0 where it belongs to none, -1 for a host that has not started it."""
 
     role: Role
     engine: int
@@ -40,19 +41,28 @@ class Member:
 
 
 class Tree:
-    """All processes below the server `pid`, itself included. num_ranks: workers of each engine."""
+    """All processes below the server `pid`, itself included, and on its engines' machines. num_ranks: workers of each
+    engine.
+    """
 
-    def __init__(self, pid: int, num_ranks: int) -> None:
+    def __init__(self, pid: int, num_ranks: int, machines: Machines | None = None) -> None:
         self._server = psutil.Process(pid)
         self._num_ranks = num_ranks
+        self.machines = machines
 
     def members(self) -> list[Member]:
         """The processes that are alive."""
-        return [Member("server", 0, self._server), *self._below(self._server)]
+        return [Member("server", 0, self._server), *self._below(self._server), *self._on_machines()]
 
     def of(self, role: Role, engine: int | None = None) -> list[Member]:
         """Processes of a role, of one engine or of all."""
         return [m for m in self.members() if m.role == role and engine in (None, m.engine)]
+
+    def _on_machines(self) -> Iterator[Member]:
+        for host in () if self.machines is None else self.machines.hosts:
+            family = [*self._below(host)]
+            yield Member("host", next((each.engine for each in family if each.role == "engine"), -1), host)
+            yield from family
 
     def _below(self, parent: psutil.Process) -> Iterator[Member]:
         """A worker is a child of its engine, or of the launcher that forked it; its number counts over all engines."""
@@ -78,9 +88,9 @@ def _name(process: psutil.Process) -> re.Match[str] | None:
     return None
 
 
-def processes_of(scratch: Path) -> list[psutil.Process]:
-    """Every process of this machine whose temporary folder is `scratch`, orphans included."""
-    mark = f"TMPDIR={scratch}".encode()
+def processes_of(folder: Path, variable: str = "TMPDIR") -> list[psutil.Process]:
+    """Every process of this machine in whose environment the variable is the folder, orphans included."""
+    mark = f"{variable}={folder}".encode()
     found = []
     for process in psutil.process_iter():
         with suppress(OSError):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.soak.faults import FAULTS, Act, kill_one_worker, take_weights_away
+from benchmarks.soak.machine_faults import MACHINE_FAULTS
 from tools.random_checkpoints import make_flux_fill
 
 
@@ -25,6 +26,7 @@ class Setup:
     degree: int = 1  # workers that compute each step together
     num_models: int = 0  # small ones with random weights, which take turns; 0: the embedded model alone
     num_places: int = 0  # models that a worker has room for
+    is_on_ray: bool = False  # each engine on a machine of a Ray cluster
 
     def make_checkpoints(self, folder: Path) -> dict[str, Path]:
         """Model -> its checkpoint, for the models that take turns."""
@@ -50,7 +52,8 @@ class Setup:
         ranks = "" if self.num_ranks == 1 else f" with {self.num_ranks} workers"
         ranks += "" if self.degree == 1 else f", {self.degree} for each step"
         models = f", {self.num_models} models with room for {self.num_places} on each" if self.num_models else ""
-        return f"{engines}{ranks}{models}, a fault every {self.fault_seconds:g} s"
+        machines = " on machines of a Ray cluster" if self.is_on_ray else ""
+        return f"{engines}{ranks}{machines}{models}, a fault every {self.fault_seconds:g} s"
 
 
 ENGINES = Setup(2, 1, 30.0, 15.0, FAULTS, may_restart=True)
@@ -67,3 +70,6 @@ TURNS = replace(
 )
 """Single deaths on an engine with more models than fit, whose weights cannot always be read: models take turns, and
 loads fail."""
+
+ON_RAY = replace(ENGINES, fault_seconds=60.0, faults=MACHINE_FAULTS, is_on_ray=True)
+"""Two engines on two machines of a Ray cluster, each of which may die or stop."""

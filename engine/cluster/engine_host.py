@@ -50,8 +50,8 @@ class EngineHost:
         self._why = ""
 
     async def run(self, on_listening: Callable[[HostAddress], None]) -> str:
-        """Serve until the engine has ended, or the API server is gone; how it ended. on_listening: called when the API
-        server can connect. Raises ConfigError.
+        """Serve until the engine has ended, or the API server is gone; why, as of a StartedEngine. on_listening: called
+        when the API server can connect. Raises ConfigError.
         """
         config, keys = self._config, CurveKeys.new()
         keep_freed_blocks(KEPT_BYTES)

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import signal
+from contextlib import suppress
 
 import msgspec
 import ray
@@ -19,12 +20,22 @@ from engine.cluster.release import check_same
 PR_SET_PDEATHSIG = 1
 
 
+def take_own_priority() -> None:
+    """Ray's workers give way to all other processes (niceness 15), on a busy machine until they seem to have stopped.
+    Where this process may not raise itself, RAY_worker_niceness=0 does it, for all that a machine runs.
+    """
+    with suppress(PermissionError):
+        for thread in os.listdir("/proc/self/task"):  # each has a priority of its own, which its children inherit
+            os.setpriority(os.PRIO_PROCESS, int(thread), 0)
+
+
 @ray.remote
 class HostActor:
     """Runs an EngineHost in a worker process of Ray."""
 
     def __init__(self) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # with the raylet, which Ray may notice late
+        take_own_priority()
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, which engines would inherit
         self._running: asyncio.Task[str] | None = None
 

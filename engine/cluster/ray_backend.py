@@ -8,8 +8,9 @@ engines here as it does on a single machine, wherever there is room.
 from __future__ import annotations
 
 import asyncio
+import logging
+from functools import partial
 
-import ray
 import zmq.asyncio
 from ray.exceptions import RayError
 
@@ -18,11 +19,25 @@ from core.errors import EngineError
 from core.ipc.shared_array import Arena
 from core.routing.placement import Machine
 from engine.cluster.engine_bundle import bundle_of
-from engine.cluster.ray_cluster import draining_nodes, join, machines_of, nodes_of_cluster, restore_signal_handlers
+from engine.cluster.ray_cluster import (
+    draining_nodes,
+    forget,
+    in_thread,
+    join,
+    leave,
+    machines_of,
+    nodes_of_cluster,
+    restore_signal_handlers,
+)
 from engine.cluster.ray_host import RayHost, retrieve
 from engine.cluster.remote_backend import RemoteBackend
 from engine.router.engine_backend import StartedEngine
 from engine.router.local_backend import LocalBackend
+
+logger = logging.getLogger("stencil.router")
+
+LEAVE_SECONDS = 5.0
+"""How long leaving the cluster may take."""
 
 
 class RayBackend:
@@ -35,7 +50,7 @@ class RayBackend:
         self._num_local = config.num_local
         self._local = LocalBackend(arena)
         self._remote = RemoteBackend(arena, lambda config: RayHost(config, self._join, self._has_gpus))
-        self._joining: asyncio.Task[None] | None = None
+        self._joining: asyncio.Future[None] | None = None
         self._gpus_seen: bool | None = None
 
     def start(self, config: EngineConfig, epoch: int, socket: zmq.asyncio.Socket) -> StartedEngine:
@@ -47,7 +62,7 @@ class RayBackend:
         """See Cluster."""
         await self._join()
         try:
-            return await asyncio.to_thread(self._machines)
+            return await asyncio.wrap_future(in_thread(self._machines))
         except (RayError, RuntimeError) as error:
             raise EngineError(f"{type(error).__name__}: {error}") from error
 
@@ -63,15 +78,20 @@ class RayBackend:
 
     async def close(self) -> None:
         """Leave the cluster, which ends what is still there of this process."""
+        await self._remote.close()
         if self._joining is not None:
-            await asyncio.wait([self._joining])
-            if ray.is_initialized():
-                await asyncio.to_thread(ray.shutdown)
+            await asyncio.wait([self._joining], timeout=LEAVE_SECONDS)
+            leaving = asyncio.wrap_future(in_thread(leave))
+            leaving.add_done_callback(retrieve)
+            await asyncio.wait([leaving], timeout=LEAVE_SECONDS)
+            if not (self._joining.done() and leaving.done()):
+                logger.warning("the Ray cluster's head does not answer: left without its knowledge")
+                forget()
 
     async def _join(self) -> None:
         """Become a client of the cluster, once. Raises ConfigError."""
         if self._joining is None:
-            self._joining = asyncio.create_task(asyncio.to_thread(join, self._address))
+            self._joining = asyncio.wrap_future(in_thread(partial(join, self._address)))
             self._joining.add_done_callback(retrieve)
         await asyncio.shield(self._joining)
         restore_signal_handlers()

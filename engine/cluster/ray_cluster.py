@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
@@ -10,19 +11,28 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from threading import Thread, current_thread, main_thread
-from typing import Any
+from typing import Any, TypeVar
+
+from core.errors import ConfigError
+from core.routing.placement import Machine
+
+# Ray would end this process, and with it the engines of this machine, a minute after the cluster's head is gone. It
+# reads its settings when it is imported.
+os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(365 * 24 * 3600))
 
 import ray
 from ray._private.state import state  # Ray says this nowhere else
 from ray.exceptions import RayError
 
-from core.errors import ConfigError
-from core.routing.placement import Machine
+Result = TypeVar("Result")
 
 NAMESPACE, LOOPBACK = "stencil", "127.0.0.1"
 
 REACH_SECONDS = 5.0
 """How long to try whether anything listens at the cluster's address."""
+
+_START = "start one with `ray start --head`, or name another by --ray-address"
+_ALIKE = f"both need the same token (RAY_AUTH_MODE=token, docs/cluster.md) and Ray {ray.__version__}"
 
 JOIN_SECONDS = 60.0
 """How long joining a cluster may take: less than a second where it is there, and no machine of it is busy."""
@@ -30,14 +40,18 @@ JOIN_SECONDS = 60.0
 
 def join(address: str) -> None:
     """Make this process a client of the Ray cluster at this address. Raises ConfigError."""
-    try:
-        if address != "auto":
-            host, _, port = address.rpartition(":")
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        try:
             socket.create_connection((host, int(port)), REACH_SECONDS).close()
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"no Ray cluster answers at {address} ({error}): {_START}") from error
+    try:
         _within(JOIN_SECONDS, lambda: _connect(address))
     except (RayError, OSError, ValueError, RuntimeError) as error:
-        message = f"there is no Ray cluster at {address}: {error}; start one with `ray start --head`"
-        raise ConfigError(message) from error
+        if address == "auto" and isinstance(error, ConnectionError):
+            raise ConfigError(f"this machine is in no Ray cluster: {_START}") from error
+        raise ConfigError(f"the Ray cluster at {address} cannot be joined ({error}): {_ALIKE}") from error
     addresses = [str(node["NodeManagerAddress"]) for node in nodes_of_cluster()]
     check_authentication(addresses, lambda: _answers_without_token(ray.get_runtime_context().gcs_address))
 
@@ -50,23 +64,39 @@ def _connect(address: str) -> None:
 
 
 def _within(seconds: float, function: Callable[[], None]) -> None:
-    """Run what Ray may try for minutes, in a thread that keeps no process from ending. Raises its error, or
-    TimeoutError."""
-    done: Future[None] = Future()
+    """Run what Ray may try for minutes. Raises its error, or TimeoutError."""
+    try:
+        in_thread(function).result(seconds)
+    except TimeoutError as error:
+        raise TimeoutError(f"no answer in {seconds:g} s") from error
+
+
+def in_thread(function: Callable[[], Result]) -> Future[Result]:
+    """Run what may wait for Ray's head, for ever if that is gone, in a thread that keeps no process from ending."""
+    done: Future[Result] = Future()
+    done.set_running_or_notify_cancel()  # who waits no longer does not end it
 
     def run() -> None:
         try:
-            function()
+            result = function()
         except BaseException as error:
             done.set_exception(error)
         else:
-            done.set_result(None)
+            done.set_result(result)
 
-    Thread(target=run, name="join-ray", daemon=True).start()
-    try:
-        done.result(seconds)
-    except TimeoutError as error:
-        raise TimeoutError(f"no answer in {seconds:g} s") from error
+    Thread(target=run, name="ask-ray", daemon=True).start()
+    return done
+
+
+def leave() -> None:
+    """End being a client of the cluster, which ends what is still there of this process."""
+    if ray.is_initialized():
+        ray.shutdown()
+
+
+def forget() -> None:
+    """Be able to end without leaving a cluster whose head does not answer."""
+    atexit.unregister(ray.shutdown)
 
 
 def check_authentication(addresses: Iterable[str], answers_without_token: Callable[[], bool]) -> None:

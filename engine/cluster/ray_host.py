@@ -16,17 +16,18 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.config import EngineConfig
-from core.errors import EngineDeadError
+from core.errors import EngineDeadError, StencilError
 from core.ipc.logs import of_request
 from engine.cluster.engine_bundle import bundle_of
 from engine.cluster.host_actor import HostActor
 from engine.cluster.host_config import HostAddress, HostConfig
+from engine.cluster.ray_cluster import in_thread
 from engine.cluster.release import source_digest
 
 logger = logging.getLogger("stencil.router")
 
 TELL_SECONDS = 10.0
-"""How long an engine waits for a machine with room before the log says so."""
+"""How long an engine waits for a machine with room, or for an answer, before the log says so."""
 
 
 class RayHost:
@@ -42,7 +43,8 @@ class RayHost:
         self._group: PlacementGroup | None = None
         self._actor: Any = None
         self._run: Awaitable[str] | None = None
-        self._calling: asyncio.Task[None] | None = None
+        self._calling: asyncio.Future[None] | None = None
+        self._machine = ""  # its address, once it is placed
         self._has_ended = False
 
     async def start(self, config: HostConfig) -> HostAddress:
@@ -55,14 +57,20 @@ class RayHost:
         try:
             encoded = await self._actor.start.remote(msgspec.msgpack.encode(config), self._bundle, source_digest())
         except RayError as error:
-            raise EngineDeadError(f"its host could not be started: {_reason(error)}") from error
+            raise EngineDeadError(f"the engine's host could not be started: {_reason(error)}") from error
         self._run = self._actor.run.remote()
-        return msgspec.msgpack.decode(encoded, type=HostAddress)
+        address = msgspec.msgpack.decode(encoded, type=HostAddress)
+        self._machine = address.address
+        return address
 
     async def _call(self, function: Callable[[], None]) -> None:
         """Run what waits for Ray in a thread. It goes on when this is cancelled; `end` waits for it."""
-        self._calling = asyncio.create_task(asyncio.to_thread(function))
+        self._calling = asyncio.wrap_future(in_thread(function))
         self._calling.add_done_callback(retrieve)
+        done, _ = await asyncio.wait([self._calling], timeout=TELL_SECONDS)
+        if not done:
+            text = "%s cannot be started: the Ray cluster's head does not answer, see `ray status`"
+            logger.warning(text, self._name, extra=of_request(""))
         await asyncio.shield(self._calling)
 
     def _make_group(self) -> None:
@@ -91,7 +99,7 @@ class RayHost:
                 logger.warning(text, self._name, self._bundle, extra=of_request(""))
             await ready
         except RayError as error:
-            raise EngineDeadError(f"no machine was found for it: {_reason(error)}") from error
+            raise EngineDeadError(f"Ray found no machine for the engine: {_reason(error)}") from error
         finally:
             ready.cancel()  # or it would fail when `end` removes the group
             if ready.done():
@@ -103,14 +111,14 @@ class RayHost:
         try:
             return await self._run
         except RayError as error:
-            return f"its host has ended: {_reason(error)}"
+            return f"the engine's host on {self._machine} has died, or Ray's processes there ({_reason(error)})"
 
     async def end(self) -> None:
         """See Host."""
         self._has_ended = True
         if self._calling is not None:
             await asyncio.wait([self._calling])
-        await asyncio.to_thread(self._remove)
+        await asyncio.wrap_future(in_thread(self._remove))
 
     def _remove(self) -> None:
         if self._actor is not None:
@@ -129,6 +137,8 @@ def retrieve(future: asyncio.Future[Any]) -> None:
 
 def _reason(error: RayError) -> str:
     """Why something of Ray has failed, in a line."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, StencilError):
+        return str(error.cause)
     if isinstance(error, RayTaskError):
         return f"{type(error.cause).__name__}: {error.cause}"
     return type(error).__name__

@@ -17,11 +17,12 @@ from core.errors import MessageError, StencilError
 from core.ipc.heap import keep_freed_blocks
 from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
-from engine.cluster.connection import KEPT_BYTES, LINKS
+from engine.cluster.connection import KEPT_BYTES, LINKS, MESSAGES
 from engine.cluster.courier import Ends
 from engine.cluster.curve import IO_THREADS, CurveKeys, connect
 from engine.cluster.host_config import HostAddress, HostConfig
 from engine.cluster.link import Frames
+from engine.cluster.port_watch import until_gone
 from engine.cluster.server_courier import ServerCourier
 from engine.router.engine_backend import MachineLink
 
@@ -38,6 +39,9 @@ APART_SECONDS = 0.1
 """Between connecting two links. ZeroMQ gives a connection to the IO thread that has fewest: those that come at once
 would share one at both ends, which encrypts at most 0.3 to 0.6 GB/s.
 """
+
+REASON_SECONDS = 0.2
+"""How long a host that is seen to be gone may take to be told of, with the reason, by what has started it."""
 
 ROOM_TIMES = 2
 """Address space for arrays on the other machine, in times of this one's: they are freed there a moment later, and leave
@@ -58,7 +62,7 @@ class Host(Protocol):
         """Have it started, and wait until it listens. Raises StencilError."""
 
     async def wait(self) -> str:
-        """Wait until it has ended; how."""
+        """Wait until it has ended; why, as of a StartedEngine."""
 
     async def end(self) -> None:
         """End it, in whatever state it is, also while it starts; what cannot be reached ends by itself. Raises
@@ -71,14 +75,22 @@ class RemoteEngine:
     """
 
     def __init__(
-        self, config: EngineConfig, epoch: int, keys: CurveKeys, host: Host, arena: Arena, near: zmq.asyncio.Socket
+        self,
+        config: EngineConfig,
+        epoch: int,
+        keys: CurveKeys,
+        host: Host,
+        arena: Arena,
+        near: zmq.asyncio.Socket,
+        ending: set[asyncio.Task[None]],
     ) -> None:
-        """near: connected to the engine's client."""
+        """near: connected to the engine's client. ending: takes the end of the host, which nobody waits for."""
         self._config = HostConfig(config, ROOM_TIMES * arena.size, epoch, keys.public)
         self._keys = keys
         self._host = host
         self._arena = arena
         self._near = near
+        self._ending = ending
         self._why = ""
         self._address = ""  # of its machine, once its host has started
         self._heard = 0.0  # when anything came from there last, seconds of CLOCK_MONOTONIC
@@ -110,7 +122,7 @@ class RemoteEngine:
 
     def kill(self) -> None:
         """See StartedEngine."""
-        self._end("it was ended")
+        self._end("the engine was ended")
 
     def describe_exit(self) -> str:
         """See StartedEngine."""
@@ -124,7 +136,7 @@ class RemoteEngine:
         self._killed.set()
 
     async def _run(self) -> None:
-        """Start the host, serve until it has ended, and end it."""
+        """Start the host, serve until it has ended, and have it ended."""
         serving = asyncio.create_task(self._serve())
         killed = asyncio.create_task(self._killed.wait())
         try:
@@ -138,9 +150,14 @@ class RemoteEngine:
                 if not isinstance(error, StencilError):
                     logger.error("an engine of another machine has failed", exc_info=error, extra=of_request(""))
             self._near.close()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(END_SECONDS):
-                    await self._host.end()
+            end = asyncio.create_task(self._end_host(), name="end-host")
+            self._ending.add(end)
+            end.add_done_callback(self._ending.discard)
+
+    async def _end_host(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await self._host.end()
 
     async def _serve(self) -> None:
         address = await self._host.start(self._config)
@@ -152,12 +169,12 @@ class RemoteEngine:
                 for name in LINKS:
                     links[name] = connect(context, where, self._keys, address.key, name)
                     await asyncio.sleep(APART_SECONDS)
-                await self._pass_messages(links, where)
+                await self._pass_messages(links, address)
             finally:
                 for socket in links.values():
                     socket.close()
 
-    async def _pass_messages(self, links: dict[bytes, zmq.asyncio.Socket], where: str) -> None:
+    async def _pass_messages(self, links: dict[bytes, zmq.asyncio.Socket], address: HostAddress) -> None:
         def transmit(link: bytes, frames: Frames) -> None:
             links[link].send_multipart(frames, zmq.NOBLOCK, copy=False)
 
@@ -165,14 +182,18 @@ class RemoteEngine:
             self._near.send(payload, zmq.NOBLOCK)
 
         seconds = SILENT_SHARE * self._config.engine.hang_seconds
-        silent = f"its machine, {where}, gave no sign of life in {seconds:g} s"
+        silent = f"the engine's machine, {address.address}, gave no sign of life in {seconds:g} s"
         ends = Ends(self._arena, transmit, to_client, lambda: self._end(silent), seconds)
         self._courier = courier = ServerCourier(self._config.epoch, ends)
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._receive(name, socket, courier)) for name, socket in links.items()]
             running += [tasks.create_task(courier.run()), tasks.create_task(self._pass_on(courier))]
-            self._end(await self._host.wait())
-            for task in running:
+            told = tasks.create_task(self._host.wait())
+            gone = tasks.create_task(until_gone(links[MESSAGES], address.address, address.port))
+            await asyncio.wait([told, gone], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([told], timeout=REASON_SECONDS)
+            self._end(told.result() if told.done() else f"the engine's host on {address.address} has died")
+            for task in (*running, told, gone):
                 task.cancel()
 
     async def _receive(self, name: bytes, socket: zmq.asyncio.Socket, courier: ServerCourier) -> None:
@@ -182,7 +203,7 @@ class RemoteEngine:
             try:
                 courier.receive(name, [frame.buffer for frame in frames])
             except MessageError as error:  # outputs are lost, so it cannot go on
-                return self._end(f"its host is out of order: {error}")
+                return self._end(f"the engine's host is out of order: {error}")
             await asyncio.sleep(0)  # messages that are there already would let nothing else run
 
     async def _pass_on(self, courier: ServerCourier) -> None:
@@ -197,6 +218,7 @@ class RemoteBackend:
         keep_freed_blocks(KEPT_BYTES)
         self._arena = arena
         self._new_host = new_host
+        self._ending: set[asyncio.Task[None]] = set()  # hosts
 
     def start(self, config: EngineConfig, epoch: int, socket: zmq.asyncio.Socket) -> RemoteEngine:
         """See EngineBackend. The engine's client speaks to this process, which passes messages on."""
@@ -206,7 +228,9 @@ class RemoteBackend:
         socket.bind(_NEAR)
         near.connect(_NEAR)
         keys = CurveKeys.new()
-        return RemoteEngine(config, epoch, keys, self._new_host(config), self._arena, near)
+        return RemoteEngine(config, epoch, keys, self._new_host(config), self._arena, near, self._ending)
 
     async def close(self) -> None:
-        """There is nothing to let go of."""
+        """Wait until all hosts have been ended."""
+        if self._ending:
+            await asyncio.wait(self._ending)

@@ -43,7 +43,7 @@ class StartedEngine(Protocol):
         """End it at once, unless it is gone."""
 
     def describe_exit(self) -> str:
-        """How it has ended, in words."""
+        """Why it is gone: a sentence that people read, without its full stop."""
 
     def close(self) -> None:
         """Remove what is left of it, once it is gone."""

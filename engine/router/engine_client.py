@@ -126,8 +126,7 @@ class EngineClient:
             await asyncio.sleep(LAST_WORDS_SECONDS)  # its last messages say more than its exit code
             receiver.cancel()
         self._unwatch()
-        why = self._killed_for or f"the engine process died ({self._engine.describe_exit()})"
-        self.fail(EngineDeadError(why))
+        self.fail(EngineDeadError(self._killed_for or self._engine.describe_exit()))
 
     def _limit_start(self, seconds: float) -> None:
         self._start_timer = asyncio.get_running_loop().call_later(seconds, self._on_slow_start)

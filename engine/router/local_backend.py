@@ -44,8 +44,8 @@ class LocalEngine:
         self._process.kill()
 
     def describe_exit(self) -> str:
-        """As of any child process."""
-        return self._process.describe_exit()
+        """See StartedEngine."""
+        return f"the engine process died ({self._process.describe_exit()})"
 
     def close(self) -> None:
         """Remove the socket's folder, if the process has not."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import on_ray
 import pytest
 from diffusers import FluxFillPipeline
 from server_process import ServerProcess, fork
@@ -19,12 +21,33 @@ API_KEY = "sk-local"
 NUM_STEPS = 4  # the checkpoint's default
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--on-ray"):
+        items[:] = [item for item in items if item.get_closest_marker("one_machine") is None]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _launcher(launcher: str) -> Iterator[None]:
     """It forks the workers of all engines, and the keepers of weights of those in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keeper_process, "spawn", partial(launch, launcher))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _machines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _cache_folder: None
+) -> Iterator[None]:
+    """Where engines are, if they are not here."""
+    with on_ray.placed_there(tmp_path_factory.mktemp("r")) if request.config.getoption("--on-ray") else nullcontext():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_shims() -> Iterator[None]:
+    """Faults on machines end with the module that has injected them."""
+    yield
+    on_ray.inject(None)
 
 
 @pytest.fixture(scope="session")

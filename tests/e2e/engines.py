@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
+import on_ray
+
 from core.config import StencilConfig
 from engine.client.async_engine import AsyncEngine
 
@@ -12,7 +15,8 @@ from engine.client.async_engine import AsyncEngine
 @asynccontextmanager
 async def serving_engine(config: StencilConfig) -> AsyncIterator[AsyncEngine]:
     """A started and ready engine; always shut down at the end."""
-    engine = AsyncEngine(config)
+    placed = msgspec.structs.replace(config.engine, **on_ray.settings())
+    engine = AsyncEngine(msgspec.structs.replace(config, engine=placed))
     await engine.start()
     try:
         await engine.ready()

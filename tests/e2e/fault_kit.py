@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import on_ray
 import psutil
 import pytest
 from engines import serving_engine
@@ -86,13 +87,19 @@ def processes(kind: str) -> list[psutil.Process]:
     ascending. Workers are a launcher's children, and a launcher may be another's child.
     """
     found = {}
-    for child in psutil.Process().children():
+    for child in [*psutil.Process().children(), *(each for host in on_ray.hosts() for each in _children(host))]:
         with suppress(psutil.NoSuchProcess):
             if "entrypoints.serve" not in child.cmdline():
                 family = [child, *child.children()]
                 family += [each for other in family[1:] if _name(other, "launcher") for each in other.children()]
                 found |= {process: _name(process, kind) for process in family}
     return sorted((process for process, name in found.items() if name), key=found.__getitem__)
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return process.children()
+    return []
 
 
 def _name(process: psutil.Process, kind: str) -> str:
@@ -241,6 +248,7 @@ def shim(
     """
     hooks = 'INJECTED = {"model_executor.worker.runner": inject} if inject else {}\n'
     (folder / "sitecustomize.py").write_text(inject + "\n" + hooks + _PROVEN.format(proven_seconds) + _SHIM)
+    on_ray.inject(folder)
     patch.setenv("PYTHONPATH", str(folder))
     with worker_launcher.used() as launcher:
         patch.setattr(worker_launchers, "spawn", partial(ForkedLauncher, launcher))

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 
 import msgspec
 import pytest
@@ -18,6 +19,8 @@ from engine.client import services
 from engine.cluster.engine_host import EngineHost
 from engine.cluster.host_config import HostAddress, HostConfig
 from engine.cluster.remote_backend import RemoteBackend
+
+RECORDED_BYTES = 1 << 16
 
 
 def main(config: bytes, fds: list[int]) -> None:
@@ -34,35 +37,52 @@ def main(config: bytes, fds: list[int]) -> None:
     uvloop.run(run())
 
 
+@dataclass
+class Connection:
+    """One that a relay passes on. sent: the first bytes to the host, RECORDED_BYTES at most. last: what was last."""
+
+    to_host: asyncio.StreamWriter
+    sent: bytearray = field(default_factory=bytearray)
+    last: bytes = b""
+
+
 class Relay:
-    """A TCP connection to a host that can be broken."""
+    """A TCP connection to a host that can be broken, and is recorded. port: of the host. connections: all there were,
+    in the order in which they came."""
 
     def __init__(self) -> None:
-        self.num_connections = 0
+        self.port = 0
+        self.connections: list[Connection] = []
         self._writers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
 
     async def start(self, port: int) -> int:
         """Pass on to this port; the port to connect to."""
 
-        async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def pass_on(
+            reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: Connection | None = None
+        ) -> None:
             self._writers.add(writer)
             with suppress(ConnectionError):
                 while data := await reader.read(1 << 16):
+                    if connection is not None:
+                        connection.sent += data[: RECORDED_BYTES - len(connection.sent)]
+                        connection.last = data
                     writer.write(data)
                     await writer.drain()
             writer.close()
             self._writers.discard(writer)
 
         async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            self.num_connections += 1
             self._writers.add(writer)  # before the way on is there, or `close` would miss it
             try:
                 far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
             except ConnectionError:  # the host has ended
                 return writer.close()
-            await asyncio.gather(pass_on(reader, far_writer), pass_on(far_reader, writer))
+            self.connections.append(Connection(far_writer))
+            await asyncio.gather(pass_on(reader, far_writer, self.connections[-1]), pass_on(far_reader, writer))
 
+        self.port = port
         self._server = await asyncio.start_server(connect, "127.0.0.1")
         return int(self._server.sockets[0].getsockname()[1])
 
@@ -85,6 +105,7 @@ class ProcessHost:
     def __init__(self, config: EngineConfig, hosts: list[ProcessHost]) -> None:
         self.process: SpawnedProcess | None = None
         self.config = config
+        self.epoch, self.key = 0, b""  # once it listens
         self.relay = Relay()
         self.is_cut_off = False  # nothing that is asked of its machine arrives there
         hosts.append(self)
@@ -101,12 +122,13 @@ class ProcessHost:
             address = msgspec.msgpack.decode(os.read(ours, 4096), type=HostAddress)
         finally:
             os.close(ours)
+        self.epoch, self.key = config.epoch, address.key
         return msgspec.structs.replace(address, port=await self.relay.start(address.port))
 
     async def wait(self) -> str:
         assert self.process is not None
         await self.process.wait()
-        return self.process.describe_exit()
+        return f"the engine's host died ({self.process.describe_exit()})"
 
     async def end(self) -> None:
         self.relay.close()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import on_ray
 import psutil
 from forked_server import ForkedServer, warm_process
 
@@ -40,7 +41,8 @@ class ServerProcess:
         return f"{self.url}/v1"
 
     def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        roots = [psutil.Process(self.process.pid), *on_ray.hosts()]
+        return [child for root in roots for child in root.children(recursive=True)]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal, wait for the end, and assert that no child and no file is left. Returns the exit status."""
@@ -62,7 +64,7 @@ class ServerProcess:
 def spawn(scratch: Path, *flags: str) -> subprocess.Popen[str]:
     """Start ``python -m entrypoints.serve`` on a free port; stdout is a pipe, stderr goes to ``<scratch>.log``."""
     scratch.mkdir()
-    command = [sys.executable, "-m", "entrypoints.serve", "--port", "0", *flags]
+    command = [sys.executable, "-m", "entrypoints.serve", "--port", "0", *on_ray.flags(), *flags]
     with scratch.with_suffix(".log").open("a") as log:
         return subprocess.Popen(
             command,
@@ -99,7 +101,9 @@ def fork(scratch: Path, *flags: str) -> ServerProcess:
 def spawn_forked(scratch: Path, *flags: str) -> ForkedServer:
     """As `spawn`, but forked."""
     scratch.mkdir()
-    return warm_process().fork(("--port", "0", *flags), _environment(scratch), ROOT, scratch.with_suffix(".log"))
+    return warm_process().fork(
+        ("--port", "0", *on_ray.flags(), *flags), _environment(scratch), ROOT, scratch.with_suffix(".log")
+    )
 
 
 def _once_ready(process: subprocess.Popen[str] | ForkedServer, scratch: Path) -> ServerProcess:

@@ -101,6 +101,7 @@ async def test_after_a_death_every_request_ends_with_the_picture_of_an_undisturb
     assert count(engine, "request_success") == done + 2 * len(EDITS) + 1
 
 
+@pytest.mark.one_machine
 async def test_when_the_launcher_dies_its_worker_is_replaced_without_it(
     launcher: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

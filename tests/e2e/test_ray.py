@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
@@ -17,8 +16,9 @@ import psutil
 import pytest
 import pytest_asyncio
 from fault_kit import EDITS, Told, begin, ends, run_each, start, until
-from ray_machines import Machines, machines
+from ray_server import serve
 
+from benchmarks.load.ray_machines import Machines, hosts_of, machines
 from core.config import EngineConfig, ModelConfig
 from engine.client.async_engine import AsyncEngine
 from engine.cluster.host_config import HostConfig
@@ -50,11 +50,6 @@ def tree(process: psutil.Process) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
 
 
-def hosts(raylet: psutil.Process) -> list[psutil.Process]:
-    """Processes of a machine that run a host of an engine."""
-    return [each for each in raylet.children() if any(child.name().startswith("stencil") for child in each.children())]
-
-
 async def died(engine: AsyncEngine, seconds: float) -> None:
     began = time.monotonic()
     await until(lambda: not all(engine.alive))
@@ -65,7 +60,7 @@ async def test_engines_are_on_both_machines_and_paint_the_bits_of_one_here(
     cluster: Cluster, expected: dict[str, Told]
 ) -> None:
     engine, found = cluster
-    assert [len(hosts(raylet)) for raylet in found.raylets] == [1, 1]
+    assert [len(hosts_of(raylet)) for raylet in found.raylets] == [1, 1]
     assert await run_each(engine, EDITS) == expected
     assert await ends(await begin(engine, EDITS)) == expected
 
@@ -101,7 +96,7 @@ async def test_an_engine_without_room_that_is_ended_leaves_nothing(cluster: Clus
 
 async def test_a_host_that_dies(cluster: Cluster, expected: dict[str, Told]) -> None:
     engine, found = cluster
-    family = tree(hosts(found.raylets[0])[0])
+    family = tree(hosts_of(found.raylets[0])[0])
     tasks = await begin(engine, EDITS)
     family[0].kill()
     await died(engine, 2.0)
@@ -115,16 +110,16 @@ async def test_a_raylet_that_dies_takes_its_engine_along_which_goes_where_there_
     cluster: Cluster, expected: dict[str, Told]
 ) -> None:
     engine, found = cluster
-    family = tree(hosts(found.raylets[1])[0])
+    family = tree(hosts_of(found.raylets[1])[0])
     tasks = await begin(engine, EDITS)
     found.raylets[1].kill()
-    await died(engine, 5.0)  # Ray tells of it after 1 to 2 s, later where other programs have the cores
+    await died(engine, 3.0)  # 0.7 to 1 s, later where other programs have the cores
     _, alive = psutil.wait_procs(family, timeout=5)
     assert not alive
     assert await ends(tasks) == expected
     await asyncio.to_thread(found.add)
     await until(lambda: all(engine.alive))
-    assert len(hosts(found.raylets[2])) == 1
+    assert len(hosts_of(found.raylets[2])) == 1
     assert await run_each(engine, EDITS) == expected
 
 
@@ -152,14 +147,11 @@ async def test_a_server_that_ends_leaves_nothing(
     assert all(engine.alive), "a new machine is for the server alone"
     if number == signal.SIGTERM:
         await asyncio.to_thread(found.add)
-    flags = ["--model", str(tiny_checkpoint), "--threads", "1", "--data-parallel-backend", "ray", "--port", "0"]
-    command = [sys.executable, "-P", "-m", "entrypoints.serve", *flags, "--ray-address", found.address]
     log = tmp_path / "log"
-    with log.open("w") as file:
-        server = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=file)
+    server = await serve(tiny_checkpoint, found, log)
     try:
         await until(lambda: "ready on" in log.read_text())
-        family = [each for host in hosts(found.raylets[-1]) for each in tree(host)]
+        family = [each for host in hosts_of(found.raylets[-1]) for each in tree(host)]
         assert family
         server.send_signal(number)
         await asyncio.wait_for(server.wait(), 30)

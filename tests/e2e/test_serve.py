@@ -344,3 +344,8 @@ def test_idle_costs_nothing(server: ServerProcess) -> None:
     before, started = cpu_seconds(), time.monotonic()
     time.sleep(5.0)
     assert (cpu_seconds() - before) / (time.monotonic() - started) <= 0.01
+
+
+def test_no_process_of_one_machine_loads_ray(server: ServerProcess) -> None:
+    for process in (psutil.Process(server.process.pid), *server.children()):
+        assert not [area.path for area in process.memory_maps() if "/ray/" in area.path], process.name()

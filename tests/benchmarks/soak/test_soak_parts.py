@@ -225,7 +225,7 @@ def test_a_soak_that_measured_nothing_is_not_good(
     ledger: Ledger, minutes: float, samples: Samples, compared: int, faults: list[str] | None, is_good: bool
 ) -> None:
     ledger.count("compared", compared)
-    setup = {"single_deaths": False, "turns": False, "joint_steps": False}
+    setup = {"single_deaths": False, "turns": False, "joint_steps": False, "ray": False}
     args = argparse.Namespace(minutes=minutes, output=None, faults=faults, **setup)
     assert _report(args, ledger, Record(samples)) is is_good
 

@@ -6,13 +6,17 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import pytest
 
 from core.config import EngineConfig, ModelConfig
 from core.errors import ConfigError, InvalidRequestError
+from core.ipc.shared_array import Arena
+from engine.client import services
 from engine.cluster.engine_bundle import at_machine, bundle_of
 from engine.cluster.ray_cluster import check_authentication, join
+from engine.router.local_backend import LocalBackend
 from model_executor.devices import pick_device
 
 
@@ -57,11 +61,19 @@ def test_a_cluster_without_a_token_is_refused_beyond_loopback() -> None:
         check_authentication(["10.0.0.1", "127.0.0.1"], lambda: True)
 
 
+def test_without_ray_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "engine.cluster.ray_backend", None)
+    with closing(Arena.create(0, 4096)) as arena:
+        with pytest.raises(ConfigError, match=r"pip install 'stencil-serve\[ray\]'"):
+            services._backend(EngineConfig(data_parallel_backend="ray"), arena)
+        assert isinstance(services._backend(EngineConfig(), arena), LocalBackend)
+
+
 def test_an_address_where_nothing_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     began = time.monotonic()
-    with pytest.raises(ConfigError, match=f"there is no Ray cluster at {address}: .*refused"):
+    with pytest.raises(ConfigError, match=f"no Ray cluster answers at {address} .*refused.*: start one with"):
         join(address)
     assert time.monotonic() - began < 5.0
 
