@@ -233,11 +233,6 @@ class EngineReplica:
         return self._client.is_ready
 
     @property
-    def link(self) -> MachineLink | None:
-        """The way to it; None: it is of this machine, or of none yet."""
-        return self._client.link
-
-    @property
     def state(self) -> ReplicaState:
         if self.error is not None:
             return "gone"

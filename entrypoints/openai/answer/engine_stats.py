@@ -69,9 +69,9 @@ def _queue(engine: AsyncEngine) -> dict[str, Any]:
     }
 
 
-def _place(index: int, replica: tuple[str, int], link: tuple[str, float] | None) -> dict[str, Any]:
+def _place(index: int, replica: tuple[str, int], link: tuple[str, float, float] | None) -> dict[str, Any]:
     """The engine's number, and where it is; `machine` is null for the server's own, and while it is on none. replica:
-    state and restarts. link: machine, and seconds since it was heard."""
+    state and restarts. link: machine, seconds since it was heard, and those that a byte takes."""
     state, _ = replica
     machine, silent_seconds = (None, None) if link is None else (link[0], round(link[1], 1))
     return {"index": index, "state": state, "machine": machine, "silent_seconds": silent_seconds}
