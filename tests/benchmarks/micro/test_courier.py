@@ -18,5 +18,6 @@ def test_it_measures_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     main(["--rounds", "2", "--seconds", "0.3", "--megabytes", "20", "--output", str(output)])
     result = json.loads(output.read_text())
     assert result["megabytes"] == round(sum(copied(example())) / 1e6, 5) > 7
-    assert 0 < result["there_all_mbps"] and 0 < result["here_all_mbps"]
-    assert 0 <= result["there_20_late_p99_ms"]
+    assert result["there_all_mbps"] > 0
+    assert result["here_all_mbps"] > 0
+    assert result["there_20_late_p99_ms"] > 0
