@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="for each size")
     args = parser.parse_args(argv)
     flags = ["--data-parallel-size", str(args.engines), "--no-playground", "--log-level", "warning"]
+    flags += ["--device", "cuda"]  # whose workers no launcher forks; there are none
     with (
         start_server(flags, MODULE, environment=environment(args.place, is_instant=True)) as server,
         ProcessPoolExecutor(1, get_context("spawn")) as clients,

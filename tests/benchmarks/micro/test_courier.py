@@ -20,4 +20,4 @@ def test_it_measures_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert result["megabytes"] == round(sum(copied(example())) / 1e6, 5) > 7
     assert result["there_all_mbps"] > 0
     assert result["here_all_mbps"] > 0
-    assert result["there_20_late_p99_ms"] >= 0
+    assert result["there_20_late_p99_ms"] > 0
