@@ -164,7 +164,12 @@ def measure(base: str, num_ranks: int, lengths: float) -> Measured:
     clock.at((FULL + lengths) * alone, mark)
     clock.run()
     before, after = marks
-    return Measured(*(last - first for first, last in zip(before, after, strict=True)))
+    return Measured(
+        after.seconds - before.seconds,
+        after.num_nodes - before.num_nodes,
+        after.elapsed - before.elapsed,
+        after.busy - before.busy,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -176,11 +181,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for base in SETTINGS:
         for ranks in args.ranks:
             found = measure(base, ranks, args.lengths)
-            each, core, busy = (
-                1e6 * found.seconds / found.num_nodes,
-                found.seconds / found.elapsed,
-                found.seconds / found.busy,
-            )
+            each, core = 1e6 * found.seconds / found.num_nodes, found.seconds / found.elapsed
+            busy = found.seconds / found.busy
             text = f"{each:.0f} us a node, {core:.2%} of a core, {busy:.3%} of the ranks' time"
             rows.append((f"{base}, {ranks} ranks", f"{text}; {found.num_nodes / found.elapsed:.0f} nodes a second"))
             result |= {f"{base}_{ranks}_us": each, f"{base}_{ranks}_core": core, f"{base}_{ranks}_ranks": busy}
