@@ -15,7 +15,7 @@ MOST_TRIED = 4
 
 
 @dataclass(slots=True)
-class Lane:
+class FilledLane:
     """The requests that one rank is to serve."""
 
     slots: Forecast
@@ -58,7 +58,7 @@ class Lane:
             self.work += self.slots.seconds_alone(self.tasks[new]) - self.slots.seconds_alone(self.tasks[old])
 
 
-def fill_lanes(tasks: Sequence[SlotTask], ranks: Sequence[Forecast]) -> list[Lane]:
+def fill_lanes(tasks: Sequence[SlotTask], ranks: Sequence[Forecast]) -> list[FilledLane]:
     """The lanes of these ranks, which together serve as many requests as can be in time. tasks: the one that is due
     first comes first.
 
@@ -67,12 +67,12 @@ def fill_lanes(tasks: Sequence[SlotTask], ranks: Sequence[Forecast]) -> list[Lan
     work left goes. For one rank it is optimal where a step takes as much longer as it has more requests; where batches
     are worth it, the number of slots matters, see `best_lanes`.
     """
-    lanes = [Lane(slots, tasks, work=slots.start) for slots in ranks]
+    lanes = [FilledLane(slots, tasks, work=slots.start) for slots in ranks]
     for index, task in enumerate(tasks):
         min(_able(task, lanes), key=lambda lane: (lane.work, len(lane.chosen))).add(index)
     if all(lane.is_in_time for lane in lanes):
         return lanes
-    lanes = [Lane(slots, tasks, work=slots.start) for slots in ranks]
+    lanes = [FilledLane(slots, tasks, work=slots.start) for slots in ranks]
     for index, task in enumerate(tasks):
         able = nsmallest(MOST_TRIED, _able(task, lanes), key=lambda lane: lane.work)
         end, _, place = min((lane.end_with(index), len(lane.chosen), place) for place, lane in enumerate(able))
@@ -104,7 +104,7 @@ def best_lanes(
     *,
     blocks: bool = True,
     largest_seen: int = 0,
-) -> list[Lane]:
+) -> list[FilledLane]:
     """The lanes, one per rank, that serve most requests in time. Among equally good ones, those with most slots
     count if so many requests never shared a step, because only batches show what they take; then those for which all
     requests, later ones included, are done earliest on average. tasks: the one that is due first comes first. starts:
@@ -113,7 +113,7 @@ def best_lanes(
 
     Many slots make a rank efficient, which later requests gain by; few slots let the first requests finish early.
     """
-    found = list[tuple[int, int, float, int, list[Lane]]]()
+    found = list[tuple[int, int, float, int, list[FilledLane]]]()
     for number in slots_to_try(max(1, min(most_slots, len(tasks)))):
         lanes = fill_lanes(tasks, [Forecast(number, pace, blocks, start) for start in starts])
         served, seconds = _judge(tasks, lanes)
@@ -124,7 +124,7 @@ def best_lanes(
     return max(found)[-1]
 
 
-def _judge(tasks: Sequence[SlotTask], lanes: Sequence[Lane]) -> tuple[int, float]:
+def _judge(tasks: Sequence[SlotTask], lanes: Sequence[FilledLane]) -> tuple[int, float]:
     """How many tasks these lanes serve, and the sum of all latencies, those of later requests included."""
     num_served, last = 0, dict[str | int, float]()
     for lane in lanes:
@@ -135,7 +135,7 @@ def _judge(tasks: Sequence[SlotTask], lanes: Sequence[Lane]) -> tuple[int, float
     return num_served, sum(last.values()) + TO_COME * len(last) * max(last.values(), default=0.0)
 
 
-def _able(task: SlotTask, lanes: Sequence[Lane]) -> Sequence[Lane]:
+def _able(task: SlotTask, lanes: Sequence[FilledLane]) -> Sequence[FilledLane]:
     """The lanes of the ranks that can serve a task."""
     return [lanes[rank] for rank in task.ranks] if task.ranks else lanes
 

@@ -80,7 +80,8 @@ class LanePass(StepPass):
         """
         if request.has_lost_rank or request.progress.pending or not self.view.open_ranks.isdisjoint(request.ranks):
             return False
-        return self.place.of(request) == rank and rank is not None and self.view.has_all(rank, request.needs)
+        home = self.place.of(request)
+        return home is not None and home == rank and self.view.has_all(home, request.needs)
 
     def _choose_step(self) -> Mapping[int, int]:
         """The steps of served requests. Where a rank would have nothing to do, because these wait for pages or memory
@@ -228,10 +229,11 @@ class LanePass(StepPass):
         """The rank of a small request's steps; it is chosen when the request needs it first, or cannot keep it."""
         keys = request.keys_of(node)
         home = self.place.find(request, keys)
-        able = [rank for rank in self.lanes if rank in ranks] or ranks
-        if home is not None and home in able:
-            return home
-        return self.place.place(request, keys, able, self.predictions.of(self.view, request).cost)
+        if home is None or home not in self.lanes or home not in ranks:
+            able = [rank for rank in self.lanes if rank in ranks] or ranks
+            if home is None or home not in able:
+                home = self.place.place(request, keys, able, self.predictions.of(self.view, request).cost)
+        return home
 
     def _last_home(self, request: Request) -> int:
         """The home of a request's next steps, or its last ones."""
@@ -244,7 +246,8 @@ class LanePass(StepPass):
         """The last of these ranks that makes no steps; else the last without requests, if others are at home where this
         one is; else its home.
         """
-        free = [rank for rank in ranks if rank not in self._grouped]
+        grouped = self._grouped
+        free = [rank for rank in ranks if rank not in grouped]
         if beside := [rank for rank in free if rank not in self.lanes]:
             return beside[-1]
         number = self.place.num_on((*free, home))

@@ -64,8 +64,9 @@ class Plan:
     lanes: tuple[RankLane, ...] = ()
     others: tuple[Request, ...] = ()  # waiting ones that make no steps, or have made all of them before a rank died
     given_up: tuple[GiveUp, ...] = ()
-    # The requests that had a slot at the last `refill_slots`, lane by lane: (rank, those of one of its lanes).
-    served_on: list[tuple[int, list[Request]]] = field(default_factory=list)
+    # The requests that had a slot at the last `refill_slots`, lane by lane.
+    served: list[Request] = field(default_factory=list)
+    served_on: list[tuple[int, list[Request]]] = field(default_factory=list)  # (rank, those of one of its lanes)
 
     def __post_init__(self) -> None:
         self.refill_slots()
@@ -76,6 +77,7 @@ class Plan:
         """
         num_slots = len(self.served)
         self.served_on = [(lane.rank, lane.served) for lane in self.lanes]
+        self.served = [request for _, served in self.served_on for request in served]
         return len(self.served) >= num_slots
 
     @property
@@ -83,13 +85,8 @@ class Plan:
         """Ids of the requests that it gives up."""
         return {each.request.id for each in self.given_up}
 
-    @property
-    def served(self) -> list[Request]:
-        """The requests that had a slot then."""
-        return [request for _, served in self.served_on for request in served]
-
     def served_by(self, rank: int) -> list[Request]:
-        """Those of them that had it in a lane of this rank."""
+        """Those of `served` that have their slots in a lane of this rank."""
         return [request for on, served in self.served_on if on == rank for request in served]
 
 
