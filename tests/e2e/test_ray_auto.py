@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 from fault_kit import EDITS, begin, count, ends, run_each, start, until
-from ray_machines import machines
 
+from benchmarks.load.ray_machines import machines
 from engine.client.async_engine import AsyncEngine
 
 pytestmark = pytest.mark.ray
