@@ -24,8 +24,8 @@ def take_own_priority() -> None:
     """Ray's workers give way to all other processes (niceness 15), on a busy machine until they seem to have stopped.
     Where this process may not raise itself, RAY_worker_niceness=0 does it, for all that a machine runs.
     """
-    with suppress(PermissionError):
-        for thread in os.listdir("/proc/self/task"):  # each has a priority of its own, which its children inherit
+    for thread in os.listdir("/proc/self/task"):  # each has a priority of its own, which its children inherit
+        with suppress(PermissionError, ProcessLookupError):  # threads of Ray end meanwhile
             os.setpriority(os.PRIO_PROCESS, int(thread), 0)
 
 

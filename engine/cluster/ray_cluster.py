@@ -48,11 +48,11 @@ def join(address: str) -> None:
             raise ConfigError(f"no Ray cluster answers at {address} ({error}): {_START}") from error
     try:
         _within(JOIN_SECONDS, lambda: _connect(address))
+        addresses = [str(node["NodeManagerAddress"]) for node in nodes_of_cluster()]
     except (RayError, OSError, ValueError, RuntimeError) as error:
         if address == "auto" and isinstance(error, ConnectionError):
             raise ConfigError(f"this machine is in no Ray cluster: {_START}") from error
         raise ConfigError(f"the Ray cluster at {address} cannot be joined ({error}): {_ALIKE}") from error
-    addresses = [str(node["NodeManagerAddress"]) for node in nodes_of_cluster()]
     check_authentication(addresses, lambda: _answers_without_token(ray.get_runtime_context().gcs_address))
 
 
@@ -114,7 +114,13 @@ def _answers_without_token(address: str) -> bool:
     """Whether the cluster serves who has none. Asked by another process: Ray reads its settings once."""
     command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "status", "--address", address]
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
-    asked = subprocess.run(command, env=environment, timeout=JOIN_SECONDS, check=False, capture_output=True, text=True)
+    try:
+        asked = subprocess.run(
+            command, env=environment, timeout=JOIN_SECONDS, check=False, capture_output=True, text=True
+        )
+    except subprocess.TimeoutExpired as error:
+        text = f"the Ray cluster at {address} did not say in {JOIN_SECONDS:g} s whether it asks for a token"
+        raise ConfigError(f"{text}; see `ray status`") from error
     return "InvalidAuthToken" not in asked.stdout + asked.stderr
 
 
