@@ -21,6 +21,9 @@ logger = logging.getLogger("stencil.router")
 LOOK_SECONDS = 1.0
 """Between two looks at the cluster."""
 
+TELL_SECONDS = 10.0
+"""How long a look may take before the log says so."""
+
 
 class PlacedEngines(Protocol):
     """The engines; implemented by `engine.router.router.Router`. Nothing waits."""
@@ -57,7 +60,11 @@ class ClusterFollower:
             looking = asyncio.create_task(self._look())
             stopping = asyncio.create_task(self._stopping.wait())
             try:
-                await asyncio.wait([looking, stopping], return_when=asyncio.FIRST_COMPLETED)
+                waited_for = asyncio.FIRST_COMPLETED
+                done, _ = await asyncio.wait([looking, stopping], timeout=TELL_SECONDS, return_when=waited_for)
+                if not done:
+                    self._note_silence(f"nothing came in {TELL_SECONDS:g} s")
+                    await asyncio.wait([looking, stopping], return_when=waited_for)
                 if looking.done():
                     looking.result()
             finally:
@@ -71,16 +78,18 @@ class ClusterFollower:
         try:
             machines = await self._cluster.machines()
         except EngineError as error:
-            if self._answers:
-                logger.warning("the cluster does not answer: %s", error, extra=of_request(""))
-            self._answers = False
-            return
+            return self._note_silence(str(error))
         if self._stopping.is_set():
             return
         self._answers = True
         self._tell(machines)
         self._machines = machines
         self._change()
+
+    def _note_silence(self, why: str) -> None:
+        if self._answers:
+            logger.warning("the cluster does not answer: %s", why, extra=of_request(""))
+        self._answers = False
 
     def _change(self) -> None:
         engines = self._engines.placed()
@@ -89,7 +98,7 @@ class ClusterFollower:
             self._engines.drain_engine(number)
         for number in todo.leave:
             has_left = engines[number].machine not in self._machines
-            self._engines.end_engine(number, "its machine has left" if has_left else "its machine is about to leave")
+            self._engines.end_engine(number, f"the engine's machine {'has left' if has_left else 'is about to leave'}")
         for machine in todo.start:
             number = self._engines.add_engine(machine)
             text = "engine %d starts at %s, which has room for %d"
