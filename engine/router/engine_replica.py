@@ -88,7 +88,6 @@ class EngineReplica:
         self._restarts = Restarts()
         self._late_drops: list[DropTemplate] = []  # to be sent when it is ready
         self._stopping = asyncio.Event()
-        self._gone = asyncio.Event()
         self._client = self._make_client()
 
     # ---------------------------------------------------------------------------------- life
@@ -171,19 +170,12 @@ class EngineReplica:
         """Wait until its models are loaded; name -> info. Raises the error that kept the engine from starting."""
         return await self._client.ready()
 
-    async def failed(self) -> StencilError:
-        """Wait until it is given up and return the reason."""
-        await self._gone.wait()
-        assert self.error is not None
-        return self.error
-
     def give_up(self, error: StencilError) -> None:
         """Give up the engine and fail all waiters. Only the first call counts, so `error` is the first reason."""
         self._stopping.set()
         self._client.fail(error)
         if self.error is None:
             self.error = error
-            self._gone.set()
             self._watcher.on_given_up(self.rank)
 
     async def stop(self) -> None:

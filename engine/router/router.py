@@ -217,8 +217,8 @@ class Router:
     async def failed(self) -> StencilError:
         """Wait until the last engine is given up and return the reason."""
         await self._has_failed.wait()
-        assert self.error is not None
-        return self.error
+        assert self._failure is not None
+        return self._failure
 
     def fail(self, error: StencilError) -> None:
         """Give up all engines, which fails all requests."""
@@ -229,8 +229,10 @@ class Router:
         self._note_failed()
 
     def _note_failed(self) -> None:
-        """Have those go on who wait for engines, if there will be none."""
-        if self.error is not None:
+        """Have those go on who wait for engines, if there will be none, and start no more of them."""
+        if (error := self.error) is not None:
+            self._failure = self._failure or error
+            self._stopping.set()
             self._has_failed.set()
             self._has_begun.set()
 
@@ -524,14 +526,22 @@ class Router:
     def on_up(self, rank: int) -> None:
         """Send it the requests that wait for an engine, after the adapters and workflows that they may use."""
         replica = self._replicas[rank]
-        if self._cluster is not None:
-            self._like = self._like or replica
-            self._has_begun.set()
-        if replica.is_draining:
+        if self._cluster is not None and self._like is None:
+            self._note_first(replica)
+        if replica.is_draining or replica.is_leaving:
             return
         self.additions.restore(replica)
         self._fleet.restore(rank)
         self._place_waiting()
+
+    def _note_first(self, replica: EngineReplica) -> None:
+        """Have all other engines of the cluster be like the first that serves: one that waited for room when that was
+        started does not know it, and starts again."""
+        self._like = replica
+        self._has_begun.set()
+        for each in self._staying():
+            if each.state == "loading":
+                self.end_engine(each.rank, "it starts again, to be like the first one")
 
     def _place_waiting(self) -> None:
         for routed in list(self._placements.values()):
@@ -624,6 +634,7 @@ class Router:
     def end_engine(self, number: int, why: str) -> None:
         """See PlacedEngines."""
         self._replicas[number].is_leaving = True
+        self._fleet.close(number)
         self._tasks.create_task(self._end_engine(number, why), name=f"end-engine-{number}")
 
     async def _end_engine(self, number: int, why: str) -> None:

@@ -37,8 +37,12 @@ class Machines(Backend):
         self.error: StencilError | None = None
         self.broken = False  # nothing can be started
         self.silent = False  # what is started never serves
+        self.answering, self.num_asked = asyncio.Event(), 0
+        self.answering.set()
 
     async def machines(self) -> dict[str, Machine]:
+        self.num_asked += 1
+        await self.answering.wait()
         if self.error is not None:
             raise self.error
         return dict(self.there)
@@ -70,6 +74,10 @@ async def following(machines: Machines) -> AsyncIterator[Router]:
             await running
         await router.close()
     assert isinstance(await router.failed(), StencilError)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -133,7 +141,7 @@ async def test_an_engine_of_a_machine_about_to_leave_does_what_it_has_and_gets_n
             engine.workers.is_hung = False
             engine.workers._run()
         await calls.ended()
-        assert not router.was_retried("s")
+        assert "\nstencil:request_retries_total 0.0\n" in router._metrics.exposition().decode()
         assert "s" in machines.engines[leaving].workers.workers.denoised
         await until(lambda: router.engines == [1 - leaving])
         assert len(machines.started) == 2
@@ -197,10 +205,12 @@ async def test_a_machine_whose_room_others_have_keeps_no_engine_from_starting_el
         await until(lambda: machines.started == ["a"])
         machines.silent = False
         await router.ready()
-        assert machines.started == ["a", "b"]
-        assert router.alive == [False, True]
+        await until(lambda: machines.started == ["a", "b", "a"])  # again, since it has to be like the first that serves
+        await until(lambda: router.alive == [True, True])
+        (again,) = [each for each in router._replicas.values() if each is not router._like]
+        assert (again.machine, again._models, router.error) == ("a", router._models, None)
         del machines.there["a"]
-        await until(lambda: router.engines == [1])
+        await until(lambda: router.alive == [True])
 
 
 async def test_a_cluster_without_room_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -211,8 +221,42 @@ async def test_a_cluster_without_room_is_waited_for(tmp_path: Path, caplog: pyte
         await asyncio.sleep(0.05)
         machines.error, machines.there["a"] = None, Machine("a", 1)
         await router.ready()
-    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert told == ["no machine of the cluster has room for an engine", "the cluster does not answer: no answer"]
+    assert warnings(caplog) == [
+        "no machine of the cluster has room for an engine",
+        "the cluster does not answer: no answer",
+    ]
+
+
+async def test_a_cluster_that_is_silent_is_asked_once_and_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cluster_follower, "TELL_SECONDS", 0.02)
+    machines = Machines(tmp_path, a=1)
+    machines.answering.clear()
+    async with following(machines) as router:
+        await asyncio.sleep(0.1)
+        assert machines.num_asked == 1
+        machines.answering.set()
+        await router.ready()
+        machines.answering.clear()  # and the server can stop all the same
+        await until(lambda: len(warnings(caplog)) == 2)
+    assert {*warnings(caplog)} == {"the cluster does not answer: nothing came in 0.02 s"}
+
+
+async def test_an_idle_engine_whose_machine_has_left_gets_no_request_while_it_ends(tmp_path: Path) -> None:
+    machines = Machines(tmp_path, a=1, b=1)
+    async with following(machines) as router:
+        await router.ready()
+        await until(lambda: router.alive == [True, True])
+        machines.engines[0].workers.is_hung = machines.engines[1].workers.is_hung = True
+        calls = Calls(router)
+        router.end_engine(0, "the engine's machine has left")
+        for name in "stuv":
+            calls.submit(edit(name))
+            assert router.engine_of(name) == 1
+        machines.engines[1].workers.is_hung = False
+        machines.engines[1].workers._run()
+        await calls.ended()
 
 
 async def test_a_cluster_that_cannot_be_joined_ends_the_server(tmp_path: Path) -> None:
@@ -232,3 +276,6 @@ async def test_a_model_that_cannot_be_started_ends_the_server(tmp_path: Path) ->
         with pytest.raises(ConfigError, match="there is no model"):
             await router.ready()
         assert str(await router.failed()) == "there is no model"
+        machines.broken, machines.there["c"] = False, Machine("c", 1)
+        await asyncio.sleep(0.05)
+        assert (router.engines, machines.started) == ([0], []), "it is given up for good"
