@@ -409,9 +409,12 @@ class AsyncEngine:
 
     @property
     def num_ranks(self) -> tuple[int, ...]:
-        """The number of live workers of each engine."""
-        known = [self.config.engine.workers_per_engine if load is None else load.num_ranks for load in self.loads]
-        return tuple(number if is_alive else 0 for number, is_alive in zip(known, self.alive, strict=True))
+        """The number of live workers of each engine, also of one that only does what it has."""
+        unreported = self.config.engine.workers_per_engine
+        return tuple(
+            unreported * is_alive if load is None else load.num_ranks
+            for load, is_alive in zip(self.loads, self.alive, strict=True)
+        )
 
     @property
     def replicas(self) -> tuple[tuple[ReplicaState, int], ...]:

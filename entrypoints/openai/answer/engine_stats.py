@@ -39,13 +39,15 @@ def engine_stats(engine: AsyncEngine, num_steps: int, shown: Callable[[str], str
     null. num_steps: how many of each engine's last denoising steps to list. shown: an image's id -> the id that the
     caller may see.
     """
+    working = [alive or state == "draining" for alive, (state, _) in zip(engine.alive, engine.replicas, strict=True)]
     every = [
-        stats if stats is None or is_alive else _of_the_dead(stats)
-        for stats, is_alive in zip(engine.stats, engine.alive, strict=True)
+        stats if stats is None or works else _of_the_dead(stats)
+        for stats, works in zip(engine.stats, working, strict=True)
     ]
+    loads = [load if works else None for load, works in zip(engine.loads, working, strict=True)]
     known, models = [stats for stats in every if stats is not None], engine.models
     places = zip(engine.engines, engine.replicas, engine.links, strict=True)
-    facts = zip(engine.alive, engine.loads, every, strict=True)
+    facts = zip(engine.alive, loads, every, strict=True)
     return {
         "object": "engine.stats",
         "queue": _queue(engine),
@@ -82,7 +84,7 @@ def _engine(
 ) -> dict[str, Any]:
     return {
         "alive": alive,
-        "load": None if load is None or not alive else {field: getattr(load, field) for field in _LOAD_FIELDS},
+        "load": None if load is None else {field: getattr(load, field) for field in _LOAD_FIELDS},
         "stage_seconds": None if stats is None else stats.op_seconds,
         "models": None if stats is None else stats.models,
         "resident_models": None if stats is None else _components(stats.resident_models, models),

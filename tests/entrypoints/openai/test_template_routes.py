@@ -292,6 +292,17 @@ async def test_engine_stats(client: httpx.AsyncClient, engine: FakeEngine) -> No
     assert stats["models"][0]["page_scheme"] is None
 
 
+async def test_an_engine_that_only_does_what_it_has_is_shown_at_work(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.loads, engine.stats = (LOAD, LOAD), (STATS, STATS)
+    engine.alive, engine.replicas = (False, False), (("draining", 0), ("restarting", 1))
+    draining, dead = (await client.get("/v1/engine/stats")).json()["engines"]
+    assert (draining["alive"], draining["state"], draining["load"]["num_running"]) == (False, "draining", 2)
+    assert draining["stage_seconds"] == {"denoise": 1.25}
+    assert (dead["load"], dead["stage_seconds"]) == (None, {})
+
+
 async def test_components_are_listed_with_the_models_that_share_them(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
