@@ -222,19 +222,22 @@ class Router:
 
     def fail(self, error: StencilError) -> None:
         """Give up all engines, which fails all requests."""
-        self._stopping.set()
-        self._failure = self._failure or error
+        self._note_failed(error)
         for replica in list(self._replicas.values()):
             replica.give_up(error)
-        self._note_failed()
 
-    def _note_failed(self) -> None:
-        """Have those go on who wait for engines, if there will be none, and start no more of them."""
-        if (error := self.error) is not None:
-            self._failure = self._failure or error
-            self._stopping.set()
-            self._has_failed.set()
-            self._has_begun.set()
+    def _note_failed(self, error: StencilError) -> None:
+        """Start no more engines, and have those go on who wait for one, which includes requests."""
+        self._failure = self._failure or error
+        for event in (self._stopping, self._has_failed, self._has_begun):
+            event.set()
+        self._fail_waiting()
+
+    def _fail_waiting(self) -> None:
+        """Fail the requests that wait for an engine, of models that are not served any more."""
+        for request_id, routed in list(self._placements.items()):
+            if routed.engine is None and (error := self.error_of(routed.message.model)) is not None:
+                self._end(routed, Failed(request_id=request_id, failure=Failure.of(error)))
 
     async def stop(self) -> None:
         """Abort all requests and end all engines."""
@@ -247,8 +250,7 @@ class Router:
         self._stopping.set()
         for replica in list(self._replicas.values()):
             await replica.close()
-        self._failure = self._failure or EngineDeadError("the server has stopped")
-        self._note_failed()
+        self._note_failed(EngineDeadError("the server has stopped"))
         await self._backend.close()
 
     # ---------------------------------------------------------------------------------- state
@@ -256,10 +258,7 @@ class Router:
     @property
     def error(self) -> StencilError | None:
         """Why nothing is served any more; None until the last engine is given up."""
-        errors = [replica.error for replica in self._staying()]
-        if not errors:
-            return self._failure
-        return None if None in errors else errors[-1]
+        return self._failure
 
     def _staying(self) -> list[EngineReplica]:
         """All engines but those that end because their machine leaves, by number."""
@@ -326,7 +325,7 @@ class Router:
         if (error := self.error) is not None:
             return EngineDeadError(str(error))
         serving = self._serving(model)
-        if not serving or any(replica.error is None for replica in serving):
+        if self._cluster is not None or any(replica.error is None for replica in serving):
             return None
         return ModelUnavailableError(f"no engine is left that serves {model}: {serving[-1].error}")
 
@@ -590,11 +589,13 @@ class Router:
         self._metrics.observe_restart(rank)
 
     def on_given_up(self, rank: int) -> None:
-        """Fail the requests that wait for an engine, of models for which this was the last one."""
-        for request_id, routed in list(self._placements.items()):
-            if routed.engine is None and (error := self.error_of(routed.message.model)) is not None:
-                self._end(routed, Failed(request_id=request_id, failure=Failure.of(error)))
-        self._note_failed()
+        """Fail the requests that wait for an engine, of models for which this was the last one. An engine that leaves a
+        cluster is not: another machine may come.
+        """
+        errors = [each.error for each in self._staying() if each.error is not None]
+        if len(errors) == len(self._staying()) and not self._replicas[rank].is_leaving:
+            self._note_failed(errors[-1])
+        self._fail_waiting()
 
     # ---------------------------------------------------------------------------------- engines of a cluster
 

@@ -16,7 +16,7 @@ from test_incarnations import Backend, Calls, Engine, edit
 
 from core.config import EngineConfig, ModelConfig, StencilConfig
 from core.errors import ConfigError, EngineDeadError, EngineError, StencilError
-from core.messages.engine import DropTemplate
+from core.messages.engine import DropTemplate, Failed
 from core.routing.placement import Machine
 from engine.observability.metrics import Metrics
 from engine.router import cluster_follower, engine_replica
@@ -163,6 +163,37 @@ async def test_requests_of_the_last_machine_wait_for_the_next_one(tmp_path: Path
         assert machines.started == ["a", "b"]
         (state, restarts), *_ = router.replicas
         assert (state, restarts) == ("serving", 0)
+
+
+async def test_they_wait_too_where_another_machine_cannot_serve(tmp_path: Path) -> None:
+    machines = Machines(tmp_path, a=1)
+    async with following(machines) as router:
+        await router.ready()
+        machines.broken, machines.there["b"] = True, Machine("b", 1)
+        await until(lambda: len(router.engines) == 2 and router.replicas[1][0] == "gone")
+        machines.broken = False
+        del machines.there["a"]
+        await until(lambda: router.engines == [1])
+        assert (router.error, router.error_of("m")) == (None, None)
+        calls = Calls(router)
+        calls.submit(edit("s"))
+        machines.there["c"] = Machine("c", 1)
+        await calls.ended()
+        assert machines.started == ["a", "c"]
+
+
+async def test_what_waits_for_a_machine_is_told_when_there_will_be_none(tmp_path: Path) -> None:
+    machines = Machines(tmp_path, a=1)
+    async with following(machines) as router:
+        await router.ready()
+        del machines.there["a"]
+        await until(lambda: not router.engines)
+        calls = Calls(router)
+        calls.submit(edit("s"))
+        router.fail(EngineError("internal error"))
+        (output,) = calls.told["s"]
+        assert isinstance(output, Failed)
+        assert output.failure.message == "internal error"
 
 
 async def test_an_engine_that_dies_starts_again_on_its_machine_while_that_is_there(tmp_path: Path) -> None:
