@@ -66,7 +66,7 @@ class Measured(NamedTuple):
 
 
 Measure = Callable[[Cell, str, int, float], Measured]
-"""(cell, system, seed, what another seed gave; 0: unknown) -> what is measured."""
+"""(cell, system, seed, what another seed or system gave; 0: unknown) -> what is measured."""
 
 
 def run(cell: Cell, system: str, seed: int, forecast: Forecast = "learnt", least: float = 0.0) -> Served:
