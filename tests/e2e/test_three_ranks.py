@@ -80,6 +80,10 @@ async def test_a_rank_that_dies_or_hangs_loses_nothing_and_takes_no_other_with_i
     await asyncio.sleep(Random(rank).uniform(0, 0.3))
     before[rank].send_signal(fault)
     assert_alike(await ends(tasks), expected)
+    if fault == signal.SIGSTOP:  # a rank that stopped while it had no work is noticed once it is given some
+        async with asyncio.timeout(120):
+            while count(engine, "rank_restarts") == deaths:
+                assert_alike(await ends(await begin(engine, MIXED)), expected)
     await until(lambda: count(engine, "rank_restarts") == deaths + 1)
     after = await until_whole(engine)
     assert [number for number, pair in enumerate(zip(after, before, strict=True)) if len({*pair}) == 2] == [rank]
