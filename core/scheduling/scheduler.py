@@ -326,7 +326,7 @@ class StepScheduler:
         """The next plan; None when nothing can start before the next event. again: no event has come since the last
         call, so that the ranks which that one left without work need not be looked at again.
         """
-        self._in_flight.note_time(now)
+        self._views.note_time(now)
         self._passed_over = self._passed_over if again else frozenset()
         if again and self._in_flight.has_busy and self._views.open_ranks <= self._passed_over:
             return None

@@ -275,7 +275,17 @@ class ViewMaker:
     @property
     def next_open(self) -> float:
         """When the next rank may be given work although nothing has come, monotonic seconds; inf: none."""
-        return self.in_flight.next_nearly_idle if self._may_be_ahead else inf
+        return self.in_flight.next_nearly_idle if self._may_be_ahead and not self._is_suspicious else inf
+
+    def note_time(self, now: float) -> None:
+        """Note that time has passed, so that further ranks may be given work."""
+        if not self._is_suspicious:
+            self.in_flight.note_time(now)
+
+    @property
+    def _is_suspicious(self) -> bool:
+        """Whether a batch has ended a rank lately: the next one may, with all that was sent behind it."""
+        return self.residency.quarantine.awaits_batches
 
     def view(
         self,

@@ -64,6 +64,11 @@ class Record(msgspec.Struct, frozen=True):
     def task(self) -> TaskKey:
         return self.experiment, self.cell, self.system, self.seed, self.effort, self.version
 
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """(experiment, cell, effort), which the systems that are compared have in common."""
+        return self.experiment, self.cell, self.effort
+
 
 @dataclass(frozen=True)
 class Task:
@@ -90,7 +95,7 @@ class Task:
         return self.experiment, self.name, self.system, seed, self.effort, self.version
 
     def do(self, near: float) -> Record:
-        """near: the value of another seed; 0: unknown."""
+        """near: the value of another seed, or of another system; 0: unknown."""
         found = self.measure(self.system, self.seed, near)
         facts = self.experiment, self.name, self.unit, self.system, self.seed
         return Record(*facts, found.value, self.effort, self.is_more_better, dict(found.also), self.version)

@@ -1,6 +1,6 @@
 """Measures: what is read off a system at a site: attainment, and what it holds, or needs, at 90 %.
 
-What is searched for is on a grid, so that it does not depend on where the search starts.
+What is searched for is on a grid, so that it does not depend on where the search starts if what is below it is held.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Measured(NamedTuple):
 
 
 Measure = Callable[[Cell, str, int, float], Measured]
-"""(cell, system, seed, what another seed gave; 0: unknown) -> what is measured."""
+"""(cell, system, seed, what another seed or system gave; 0: unknown) -> what is measured."""
 
 
 def run(cell: Cell, system: str, seed: int, forecast: Forecast = "learnt", least: float = 0.0) -> Served:
@@ -107,15 +107,19 @@ def most_load(cell: Cell, system: str, seed: int, near: float, forecast: Forecas
 
 
 def most_cv(cell: Cell, system: str, seed: int, near: float) -> Measured:
-    """The highest coefficient of variation that is held; 0: less than LEAST_CV."""
+    """The highest coefficient of variation that is held; 0: less than LEAST_CV. As a lower one, whose arrivals are
+    others, is not always held, where a search begins decides: all begin at the same one.
+    """
     search = _Search(lambda cv: replace(cell, arrivals=cell.arrivals._replace(cv=cv)), system, seed)
-    return search.edge(near, 4.0, LEAST_CV, 32.0)
+    return search.edge(0.0, 4.0, LEAST_CV, 32.0)
 
 
 def least_slo_scale(cell: Cell, system: str, seed: int, near: float) -> Measured:
-    """The lowest scale of the objectives with which the load is held; 1 / 0.02 = 50: none below."""
+    """The lowest scale of the objectives with which the load is held; 1 / 0.02 = 50: none below. All searches begin at
+    the same one: with wider objectives a system admits other requests, and may hold less.
+    """
     search = _Search(lambda tightness: replace(cell, site=replace(cell.site, slo_scale=1 / tightness)), system, seed)
-    found = search.edge(1 / near if near else 0.0, 0.5, 0.02, 1.0)
+    found = search.edge(0.0, 0.5, 0.02, 1.0)
     return found._replace(value=1 / (found.value or 0.02))
 
 

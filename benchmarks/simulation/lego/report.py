@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
@@ -84,19 +84,26 @@ def _of(tasks: Iterable[Task], found: Iterable[Record]) -> list[Record]:
 
 
 def _do(tasks: Sequence[Task], found: Sequence[Record], processes: int, file: Path | None) -> list[Record]:
-    """The records of tasks that have none yet, of one seed after the other: searches begin where the last one ended."""
-    known = {each.task: each.value for each in found}
+    """The records of tasks that have none yet, of one seed after the other: see `_near`."""
+    known = {each.task: each for each in found}
     made = list[Record]()
     for seed in sorted({task.seed for task in tasks}) if processes else ():
-        left = [
-            (task, known.get(task.key_of(seed - 1), 0.0))
-            for task in tasks
-            if task.seed == seed and task.key not in known
-        ]
+        left = [(task, _near(task, known)) for task in tasks if task.seed == seed and task.key not in known]
         for record in _done(left, processes):
             made.append(_noted(record, file))
-            known[record.task] = record.value
+            known[record.task] = record
     return made
+
+
+def _near(task: Task, known: Mapping[TaskKey, Record]) -> float:
+    """Where a search begins: where that of the seed before has ended, else where the best of all systems' has in this
+    cell, which spares it runs; 0: unknown.
+    """
+    if (before := known.get(task.key_of(task.seed - 1))) is not None:
+        return before.value
+    cell = task.experiment, task.name, task.effort
+    choose: Callable[..., float] = max if task.is_more_better else min
+    return choose((each.value for each in known.values() if each.place == cell), default=0.0)
 
 
 def _done(tasks: Sequence[tuple[Task, float]], processes: int) -> Iterator[Record]:

@@ -293,6 +293,21 @@ def test_a_run_goes_on_from_its_records(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(name.replace("_", " ") in printed for name in ASSUMED)
 
 
+def test_a_search_begins_at_the_seed_before_or_at_the_best_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, begun = {"Diffusers": 0.5, "pooled": 0.8, OURS: 1.0}, dict[tuple[str, int], float]()
+
+    def note(cell: Cell, system: str, seed: int, near: float) -> Measured:
+        begun[system, seed] = near
+        return Measured(held[system] + seed)
+
+    monkeypatch.setattr(experiments, "most_load", note)
+    compare(["rate"], wanted(["Diffusers", "pooled"], 1), 1, tmp_path / "records")
+    compare(["rate"], wanted([OURS], 2), 1, tmp_path / "records")
+    assert begun == {("Diffusers", 0): 0.0, ("pooled", 0): 0.0, (OURS, 0): 0.8, (OURS, 1): 1.0}
+
+
 def test_advantages_are_of_pairs() -> None:
     ours, theirs = (2.0, 4.0), (1.0, 4.0)
     records = [

@@ -234,10 +234,10 @@ class Planner:
         lanes = dict[int, RankLane]()
         for part in parts:
             lanes |= self._scheduled(part, [rank for rank in ranks if rank not in lanes])
+        costs = {each.request.id: each.prediction.cost for each in mine}
         for rank, lane in lanes.items():
             for request in lane.requests:
-                cost = self.predictions.of(self.view, request).cost
-                self.place.set(request, _denoiser(request), rank, cost)
+                self.place.set(request, _denoiser(request), rank, costs[request.id])
         return lanes.values()
 
     def _ranks(self, request: Request) -> Sequence[int]:

@@ -24,15 +24,11 @@ class Prediction:
 
     seconds: Mapping[int, float]  # degree -> seconds of a step, without its ControlNets
     whole: Mapping[int, float]  # the same with them
+    least_step: float  # the least of these
     is_small: bool  # it shares steps with others on one rank
     cost: StepCost
     before: float  # seconds of other work before the steps
     after: float  # seconds of other work after the steps
-
-    @property
-    def least_step(self) -> float:
-        """Seconds of a step with its ControlNets, at the best degree."""
-        return min(self.whole.values())
 
     def largest_degree(self, share: float) -> int:
         """The largest degree at which each rank does at least this share of what one rank alone does."""
@@ -90,7 +86,7 @@ def _prediction(view: View, request: Request, speeds: Speeds) -> Prediction:
     beside = _seconds_beside(view, request, seconds)
     whole = {degree: of_step + beside[degree] for degree, of_step in seconds.items()}
     is_small = num_ranks == 1 or _is_small(view, request, speeds)
-    return Prediction(seconds, whole, is_small, speeds.cost, work.before, work.after)
+    return Prediction(seconds, whole, min(whole.values()), is_small, speeds.cost, work.before, work.after)
 
 
 def _is_small(view: View, request: Request, speeds: Speeds) -> bool:
