@@ -59,7 +59,7 @@ class Replica:
     def __init__(self, config: EngineConfig, arena: Arena, watcher: Router) -> None:
         self.error: StencilError | None = None
         self.rank, self.is_alive, self.model_names = config.data_parallel_rank, True, (MODEL.name,)
-        self.is_draining = self.is_leaving = False
+        self.is_draining, self.is_leaving, self.link = False, False, None
         self.sent: list[tuple[EngineRequest, Waiter]] = []
         self.aborted: tuple[str, ...] = ()
 
