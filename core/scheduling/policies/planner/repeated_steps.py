@@ -34,7 +34,6 @@ class RepeatedSteps:
         self._batches: dict[int, Dispatch] = {}  # rank -> its last batch, if that was one of steps
         self.idle: frozenset[int] = frozenset()  # open ranks that the last whole pass left without work
         self._later: frozenset[int] = frozenset()  # ranks that may be asked for more than their steps
-        self._has_answers = False  # whether batches have ended since the last pass
         self._is_only_stepping = False
         """Whether only steps have ended since the last whole pass, and that one left no work for later."""
 
@@ -55,7 +54,6 @@ class RepeatedSteps:
         last = self._batches.get(batch.ranks[0])
         sent = last and (last.ranks, last.items[0][1].op, [request.id for request, _ in last.items])
         is_same = sent == (batch.ranks, batch.op, [item.request_id for item in batch.items])
-        self._has_answers = True
         self._is_only_stepping &= is_same and not any(item.failure for item in result.items)
         self.idle = self.idle.difference(batch.ranks)
 
@@ -81,15 +79,12 @@ class RepeatedSteps:
     def next(
         self, view: View, plan: Plan, large: Collection[str], moving: frozenset[int], keeps: Keeps
     ) -> list[Dispatch] | None:
-        """The batches that the ranks whose steps have ended, or have nearly, are to repeat: none where steps have ended
-        behind which others were sent. None: there may be anything else to do. large: ids of the requests with groups.
-        moving: ranks that are to have another group. keeps: whether one of these requests keeps its ranks.
+        """The batches that the ranks whose steps have ended are to repeat; None if there may be anything else to do.
+        large: ids of the requests with groups. moving: ranks that are to have another group. keeps: whether one of
+        these requests keeps its ranks.
         """
-        asked, has_answers, self._has_answers = view.open_ranks - self.idle, self._has_answers, False
-        is_sent_ahead = has_answers and len(view.idle_ranks) < len(view.ranks)
-        if not self._is_only_stepping or not (asked or is_sent_ahead):
-            return None
-        if view.jobs() or not asked.isdisjoint(moving | self._later):
+        asked = view.open_ranks - self.idle
+        if not self._is_only_stepping or not asked or not asked.isdisjoint(moving | self._later) or view.jobs():
             return None
         if large and not self.idle <= moving:  # a group may grow
             return None
