@@ -3,8 +3,8 @@ changes. What looks for processes finds those on the machines, too.
 
 Not for tests of what is there on one machine alone: what an engine inherits of its parent (variables of the
 environment, limits of files), memory that is mapped by all processes, the launcher and keeper that engines share, how a
-server with its children starts and ends, offline use. Which files it is for: `ON_RAY` in the Makefile; single tests in
-them are left out by the marker `one_machine`.
+server with its children starts and ends, offline use; two AsyncEngines at a time, since a process joins Ray once.
+Which files it is for: `ON_RAY` in the Makefile; single tests in them are left out by the marker `one_machine`.
 """
 
 from __future__ import annotations
