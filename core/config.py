@@ -209,7 +209,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 65536  # active image tokens plus text tokens in a step's batch
     max_stage_ms: float = 20.0  # predicted encoding and decoding that may delay a step; a single item always may
     max_plans_in_flight: int = 2  # per worker, the running one included; above 1 hides round trips behind computing
-    # Another plan is sent to a busy worker only if its work is predicted to take less: an extra wait of new requests.
+    # Another plan is sent to a busy worker once what is left of its work is predicted to take less. New requests that
+    # come in that time wait for that plan's step, too. 0: none is sent.
     max_ahead_ms: float = 10.0
     # Ranks that compute each step together, as far as so many live and its pages are in host memory. 1: the policy
     # chooses.

@@ -20,9 +20,7 @@ class FilledLane:
 
     slots: Forecast
     tasks: Sequence[SlotTask]  # of all ranks
-    chosen: list[int] = field(
-        default_factory=list
-    )  # indexes of this lane's tasks, in the order in which they get slots
+    chosen: list[int] = field(default_factory=list)  # indexes of its tasks, in the order in which they get slots
     most: int = 0  # the largest number of requests that were looked at together
     work: float = 0.0  # seconds that the chosen ones take one after the other, and until the rank is free
     _ends: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))  # of these tasks, see `ends`

@@ -340,7 +340,7 @@ class StepScheduler:
     @property
     def next_pass(self) -> float:
         """When a pass is due although nothing may have come, monotonic seconds; inf: none is."""
-        return min(self._asked_pass, self._views.next_open)
+        return min(self._asked_pass, self._views.next_open(self._now))
 
     def _run_pass(self, now: float) -> tuple[StepPlan | None, bool]:
         """(a plan, if there is anything to do; whether other requests may begin now, because some were given up or have
@@ -495,7 +495,7 @@ class StepScheduler:
             self._in_flight.send(plan.seq, flight, now)
             self._loads.note_batch(flight, now)
             self.ranks.uses.note_batch(flight, now)
-        self._in_flight.send_transfers(plan.seq, chosen.transfers)
+        self._in_flight.send_transfers(plan.seq, chosen.transfers, now)
         return msgspec.structs.replace(plan, loads=loads) if loads else plan
 
     def _note_end(self, request_id: str) -> None:

@@ -108,7 +108,7 @@ class InFlight:
 
     def __init__(self, num_ranks: int, max_plans: int = 1, max_seconds: float = 0.0) -> None:
         """max_plans, max_seconds: a busy rank is nearly idle while it has fewer unanswered plans than this, and what is
-        left of them is predicted to take less time than this.
+        left of them is predicted to take less time than this; 0: never.
         """
         self.max_plans = max_plans
         self._max_seconds = max_seconds
@@ -118,7 +118,7 @@ class InFlight:
         self._seconds = [0.0] * num_ranks  # per rank: predicted seconds of its batches
         self._allowed = [0.0] * num_ranks  # per rank: time limits of what users' classes run there, in seconds
         self._known = [0.0] * num_ranks  # per rank: predicted seconds of its batches, without those of unknown time
-        self._since = [0.0] * num_ranks  # per rank: when it began the first of its batches, in monotonic seconds
+        self._since = [0.0] * num_ranks  # per rank: when it began the first of what it has, in monotonic seconds
         self._plan_of: dict[tuple[int, int | TensorKey], int] = {}  # (rank, batch id or tensor under transfer) -> seq
         # Updated at every change instead of computed, because there may be many ranks.
         self._idle = set(range(num_ranks))
@@ -130,17 +130,15 @@ class InFlight:
         """Note a batch that is sent with plan `seq`. Everything that one rank gets of a plan counts as one plan."""
         self._flights[flight.batch.id] = flight
         for rank in flight.batch.ranks:
-            if rank in self._idle:
-                self._since[rank] = now
             self._seconds[rank] += flight.predicted or UNKNOWN_SECONDS
             self._known[rank] += flight.predicted
             self._allowed[rank] += flight.allowed
-            self._await(seq, rank, flight.batch.id)
+            self._await(seq, rank, flight.batch.id, now)
 
-    def send_transfers(self, seq: int, transfers: Iterable[Transfer]) -> None:
+    def send_transfers(self, seq: int, transfers: Iterable[Transfer], now: float) -> None:
         """Note transfers that are sent with plan `seq`."""
         for transfer in transfers:
-            self._await(seq, transfer.source, transfer.ref.key)
+            self._await(seq, transfer.source, transfer.ref.key, now)
 
     def land(self, result: BatchResult) -> Flight:
         """Note a rank's result; returns the flight, which has landed unless it still waits for other ranks. An unknown
@@ -260,8 +258,10 @@ class InFlight:
         assert awaited == len(self._plan_of)
         assert awaited == sum(len(flight.waits_for) for flight in self._flights.values()) + num_transfers
 
-    def _await(self, seq: int, rank: int, what: int | TensorKey) -> None:
+    def _await(self, seq: int, rank: int, what: int | TensorKey, now: float) -> None:
         plans = self._awaited[rank]
+        if not plans:
+            self._since[rank] = now
         plans[seq] = plans.get(seq, 0) + 1
         self._plan_of[rank, what] = seq
         self._note_load(rank)
@@ -280,7 +280,7 @@ class InFlight:
         is_nearly_idle = has_room and self._seconds[rank] < self._max_seconds
         (self._nearly_idle.add if is_nearly_idle else self._nearly_idle.discard)(rank)
         self._nearly_idle_at[rank] = inf
-        if has_room and not is_nearly_idle and self._is_known(rank):
+        if self._max_seconds and has_room and not is_nearly_idle and self._is_known(rank):
             when = self._nearly_idle_at[rank] = self._seconds_until_done(rank, self._max_seconds)
             heappush(self._expected, (when, rank))
 

@@ -196,8 +196,8 @@ class Default(SchedulingPolicy):
         self._plan = Planner(view, now, self._homes, lanes, self._predictions).plan(requests)
         self._is_wanted = any(each.request.runs_alone for each in self._plan.given_up)  # then others may run
         if self._apart:
-            kept = [each for each in requests if each.id not in self._plan.ended]
-            self._groups.line_up(view, kept, self._small, now)
+            ended = self._plan.ended
+            self._groups.line_up(view, [each for each in requests if each.id not in ended], self._small, now)
 
     def _want_copies(self, view: View, now: float) -> None:
         """Decide which models are to have further ranks."""

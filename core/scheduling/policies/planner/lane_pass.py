@@ -57,13 +57,12 @@ class LanePass(StepPass):
         """Requests that have no steps to make now, then served ones, but for those that have nothing to do with the
         open ranks. room: for so many that have not begun.
         """
-        ended = self.apart | self.plan.ended
+        ended, closed = self.apart | self.plan.ended, frozenset(self.lanes) - self.view.open_ranks
         running = (each for each in self.view.requests.running if each.id not in ended)
         admitted = [each for each in running if not has_steps(each)]
         for rank, served in ((None, self.plan.others), *self.plan.served_on):
-            is_closed_lane = rank in self.lanes and rank not in self.view.open_ranks
             for request in served:
-                if is_closed_lane and self._is_elsewhere(request, rank):
+                if rank in closed and self._is_elsewhere(request, rank):
                     continue
                 if request.status is Status.WAITING:
                     if room <= 0 or not self.view.may_begin(request):
