@@ -114,7 +114,8 @@ class StepScheduler:
         self.ranks = Ranks(num_workers, residency)
         self._plan_seqs = count()
         self._now = 0.0  # of the last pass
-        self._asked_pass = inf  # when the policy has asked for a pass
+        self.next_pass = inf
+        """When a pass is due although nothing may have come, monotonic seconds; inf: none is."""
         self._dispatcher = Dispatcher(self.cache, self.values, self.ranks, self._predictor.op_seconds, count())
         self._checkpoints = Checkpoints(self.values)
         parts = self._requests, self.values, self.cache
@@ -326,21 +327,15 @@ class StepScheduler:
         """The next plan; None when nothing can start before the next event. again: no event has come since the last
         call, so that the ranks which that one left without work need not be looked at again.
         """
-        self._views.note_time(now)
         self._passed_over = self._passed_over if again else frozenset()
         if again and self._in_flight.has_busy and self._views.open_ranks <= self._passed_over:
             return None
         self._now = now
-        self._asked_pass = self._asked_pass if self._asked_pass > now else inf
+        self.next_pass = self.next_pass if self.next_pass > now else inf
         plan, is_freed = self._run_pass(now)
         while plan is None and is_freed:
             plan, is_freed = self._run_pass(now)
         return plan
-
-    @property
-    def next_pass(self) -> float:
-        """When a pass is due although nothing may have come, monotonic seconds; inf: none is."""
-        return min(self._asked_pass, self._views.next_open(self._now))
 
     def _run_pass(self, now: float) -> tuple[StepPlan | None, bool]:
         """(a plan, if there is anything to do; whether other requests may begin now, because some were given up or have
@@ -358,7 +353,7 @@ class StepScheduler:
         view = self._views.view(now, self._passed_over, self._loads.startable)
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now) if view.open_ranks else (), view)
         self._passed_over = chosen.passed_over(view, self._passed_over)
-        self._asked_pass = min(self._asked_pass, now + chosen.again_after)
+        self.next_pass = min(self.next_pass, now + chosen.again_after)
         self._note_sent(chosen.flights)
         self._endings.fail_each(chosen.given_up)
         chosen.transfers += self._checkpoints.transfers(chosen.ranks | view.idle_ranks)
@@ -495,7 +490,7 @@ class StepScheduler:
             self._in_flight.send(plan.seq, flight, now)
             self._loads.note_batch(flight, now)
             self.ranks.uses.note_batch(flight, now)
-        self._in_flight.send_transfers(plan.seq, chosen.transfers, now)
+        self._in_flight.send_transfers(plan.seq, chosen.transfers)
         return msgspec.structs.replace(plan, loads=loads) if loads else plan
 
     def _note_end(self, request_id: str) -> None:

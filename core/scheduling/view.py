@@ -272,19 +272,6 @@ class ViewMaker:
         """Ranks that may be given work."""
         return self._idle_ranks | self._nearly_idle_ranks
 
-    def next_open(self, now: float) -> float:
-        """When the next rank may be given work although nothing has come, monotonic seconds; inf: none."""
-        return self.in_flight.next_nearly_idle if self._may_be_ahead and not self._is_suspicious(now) else inf
-
-    def note_time(self, now: float) -> None:
-        """Note that time has passed, so that further ranks may be given work."""
-        if not self._is_suspicious(now):
-            self.in_flight.note_time(now)
-
-    def _is_suspicious(self, now: float) -> bool:
-        """Whether a batch has ended a rank lately: the next one may, with all that was sent behind it."""
-        return self.residency.quarantine.has_suspects(now)
-
     def view(
         self,
         now: float,
@@ -315,8 +302,8 @@ class ViewMaker:
 
     @property
     def _nearly_idle_ranks(self) -> frozenset[int]:
-        """Busy ranks that may be given work. They are nearly done, so that the round trip of a step is hidden behind
-        their work, and new requests do not wait long.
+        """Busy ranks that may be given work. They are nearly done, so that the round trip of a small step is hidden
+        behind their work, and new requests do not wait long.
         """
         return self.in_flight.nearly_idle_ranks if self._may_be_ahead else frozenset()
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -107,8 +105,8 @@ class InFlight:
     """Unanswered batches and transfers, and the plans that they belong to. Owned by one scheduler."""
 
     def __init__(self, num_ranks: int, max_plans: int = 1, max_seconds: float = 0.0) -> None:
-        """max_plans, max_seconds: a busy rank is nearly idle while it has fewer unanswered plans than this, and what is
-        left of them is predicted to take less time than this; 0: never.
+        """max_plans, max_seconds: a busy rank is nearly idle while it has fewer unanswered plans than this, and they
+        are predicted to take less time than this.
         """
         self.max_plans = max_plans
         self._max_seconds = max_seconds
@@ -118,27 +116,27 @@ class InFlight:
         self._seconds = [0.0] * num_ranks  # per rank: predicted seconds of its batches
         self._allowed = [0.0] * num_ranks  # per rank: time limits of what users' classes run there, in seconds
         self._known = [0.0] * num_ranks  # per rank: predicted seconds of its batches, without those of unknown time
-        self._since = [0.0] * num_ranks  # per rank: when it began the first of what it has, in monotonic seconds
+        self._since = [0.0] * num_ranks  # per rank: when it began the first of its batches, in monotonic seconds
         self._plan_of: dict[tuple[int, int | TensorKey], int] = {}  # (rank, batch id or tensor under transfer) -> seq
         # Updated at every change instead of computed, because there may be many ranks.
         self._idle = set(range(num_ranks))
         self._nearly_idle: set[int] = set()
-        self._nearly_idle_at = [inf] * num_ranks  # per rank: when it will be by the passing of time; inf: it is not so
-        self._expected: list[tuple[float, int]] = []  # heap of these times with their ranks, and of some that changed
 
     def send(self, seq: int, flight: Flight, now: float) -> None:
         """Note a batch that is sent with plan `seq`. Everything that one rank gets of a plan counts as one plan."""
         self._flights[flight.batch.id] = flight
         for rank in flight.batch.ranks:
+            if rank in self._idle:
+                self._since[rank] = now
             self._seconds[rank] += flight.predicted or UNKNOWN_SECONDS
             self._known[rank] += flight.predicted
             self._allowed[rank] += flight.allowed
-            self._await(seq, rank, flight.batch.id, now)
+            self._await(seq, rank, flight.batch.id)
 
-    def send_transfers(self, seq: int, transfers: Iterable[Transfer], now: float) -> None:
+    def send_transfers(self, seq: int, transfers: Iterable[Transfer]) -> None:
         """Note transfers that are sent with plan `seq`."""
         for transfer in transfers:
-            self._await(seq, transfer.source, transfer.ref.key, now)
+            self._await(seq, transfer.source, transfer.ref.key)
 
     def land(self, result: BatchResult) -> Flight:
         """Note a rank's result; returns the flight, which has landed unless it still waits for other ranks. An unknown
@@ -186,7 +184,6 @@ class InFlight:
         self._awaited = [{} for _ in self._awaited]
         self._seconds, self._known, self._allowed = ([0.0] * len(self._seconds) for _ in range(3))
         self._idle, self._nearly_idle = set(range(len(self._seconds))), set()
-        self._nearly_idle_at, self._expected = [inf] * len(self._seconds), []
 
     @property
     def flights(self) -> Sequence[Flight]:
@@ -206,11 +203,8 @@ class InFlight:
         """Predicted seconds until a busy rank has done its work: below 0 if it is overdue, None if the time of some of
         its work is unknown.
         """
-        return self._seconds_until_done(rank, now) if self._is_known(rank) else None
-
-    def _is_known(self, rank: int) -> bool:
-        """Whether the time of all work of a rank was predicted."""
-        return self._seconds[rank] - self._known[rank] < UNKNOWN_SECONDS / 2
+        is_known = self._seconds[rank] - self._known[rank] < UNKNOWN_SECONDS / 2
+        return self._seconds_until_done(rank, now) if is_known else None
 
     def _seconds_until_done(self, rank: int, now: float) -> float:
         return self._since[rank] + self._known[rank] - now
@@ -232,36 +226,19 @@ class InFlight:
 
     @property
     def nearly_idle_ranks(self) -> frozenset[int]:
-        """Busy ranks with little work left, see `__init__`, at the time that was noted last."""
+        """Busy ranks with little work, see `__init__`."""
         return frozenset(self._nearly_idle)
-
-    def note_time(self, now: float) -> None:
-        """Note that time has passed."""
-        while self.next_nearly_idle <= now:
-            _, rank = heappop(self._expected)
-            self._nearly_idle_at[rank] = inf
-            self._nearly_idle.add(rank)
-
-    @property
-    def next_nearly_idle(self) -> float:
-        """When the next busy rank will be nearly idle, in monotonic seconds; inf: none before it answers."""
-        while self._expected and self._nearly_idle_at[self._expected[0][1]] != self._expected[0][0]:
-            heappop(self._expected)
-        return self._expected[0][0] if self._expected else inf
 
     def check_integrity(self, num_transfers: int) -> None:
         """Raise AssertionError unless all counts agree."""
         assert self._idle == {rank for rank, plans in enumerate(self._awaited) if not plans}
-        has_room = set(filter(self._has_room, range(len(self._awaited))))
-        assert {rank for rank in has_room if self._seconds[rank] < self._max_seconds} <= self._nearly_idle <= has_room
+        assert self._nearly_idle == {rank for rank in range(len(self._awaited)) if self._is_nearly_idle(rank)}
         awaited = sum(sum(plans.values()) for plans in self._awaited)
         assert awaited == len(self._plan_of)
         assert awaited == sum(len(flight.waits_for) for flight in self._flights.values()) + num_transfers
 
-    def _await(self, seq: int, rank: int, what: int | TensorKey, now: float) -> None:
+    def _await(self, seq: int, rank: int, what: int | TensorKey) -> None:
         plans = self._awaited[rank]
-        if not plans:
-            self._since[rank] = now
         plans[seq] = plans.get(seq, 0) + 1
         self._plan_of[rank, what] = seq
         self._note_load(rank)
@@ -276,14 +253,7 @@ class InFlight:
 
     def _note_load(self, rank: int) -> None:
         (self._idle.discard if self._awaited[rank] else self._idle.add)(rank)
-        has_room = self._has_room(rank)
-        is_nearly_idle = has_room and self._seconds[rank] < self._max_seconds
-        (self._nearly_idle.add if is_nearly_idle else self._nearly_idle.discard)(rank)
-        self._nearly_idle_at[rank] = inf
-        if self._max_seconds and has_room and not is_nearly_idle and self._is_known(rank):
-            when = self._nearly_idle_at[rank] = self._seconds_until_done(rank, self._max_seconds)
-            heappush(self._expected, (when, rank))
+        (self._nearly_idle.add if self._is_nearly_idle(rank) else self._nearly_idle.discard)(rank)
 
-    def _has_room(self, rank: int) -> bool:
-        """Whether a rank is busy, and may have another plan."""
-        return 0 < len(self._awaited[rank]) < self.max_plans
+    def _is_nearly_idle(self, rank: int) -> bool:
+        return 0 < len(self._awaited[rank]) < self.max_plans and self._seconds[rank] < self._max_seconds

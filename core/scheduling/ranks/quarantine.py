@@ -127,10 +127,6 @@ class Quarantine:
         """Whether good batches of any components matter."""
         return bool(self._batches)
 
-    def has_suspects(self, now: float) -> bool:
-        """Whether a batch has ended a rank, and that is not forgotten: its components may never run again."""
-        return any(not case.is_forgotten(now) for record in self._batches.values() for case in record.cases)
-
     def note_good_batch(self, keys: ModelKeys, owners: Set[str], now: float) -> None:
         """Note that a batch with these components has succeeded. owners: those of its requests."""
         record = self._batches.get(keys.keys)

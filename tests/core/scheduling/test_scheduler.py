@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from math import inf
 from random import Random
 
 import msgspec
@@ -24,8 +23,6 @@ from core.patches import Patch
 from core.scheduling.ops.decode import Decode
 from core.scheduling.ops.denoise import Denoise
 from core.scheduling.ops.text_encode import TextEncode
-from core.scheduling.ranks.quarantine import Suspects
-from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.scheduler import StepScheduler
 
 TERMINAL = (Finished, Failed, Aborted)
@@ -137,36 +134,6 @@ def test_nothing_is_sent_behind_a_long_step_or_an_unknown_one() -> None:
         scheduler.add(make_edit("a", steps=4))
         step(scheduler, workers)
         assert [denoise_batch(scheduler.schedule(now=0.0)) for _ in range(2)] == [["a"], []]
-
-
-def test_a_step_is_sent_once_the_long_one_before_it_is_nearly_done() -> None:
-    """And when that will be is told: nothing else may come until then."""
-    scheduler, workers = make_scheduler(max_ahead_ms=2.0), FakeWorkers()  # every batch takes 10 ms there
-    scheduler.add(make_edit("first"))
-    run(scheduler, workers)
-    scheduler.add(make_edit("a", steps=4))
-    step(scheduler, workers)
-    assert denoise_batch(scheduler.schedule(now=1.0)) == ["a"]
-    when = scheduler.next_pass
-    assert when == pytest.approx(1.008, abs=0.0005)
-    assert scheduler.schedule(now=when - 0.001) is None
-    assert denoise_batch(scheduler.schedule(now=when)) == ["a"]
-    assert scheduler.schedule(now=when + 1.0) is None, "two plans are as many as a rank is sent"
-    assert scheduler.next_pass == inf
-
-
-def test_no_step_is_sent_by_the_passing_of_time_while_batches_are_suspected_of_a_death() -> None:
-    scheduler, workers = make_scheduler(max_ahead_ms=2.0), FakeWorkers()
-    scheduler.add(make_edit("first"))
-    run(scheduler, workers)
-    scheduler.add(make_edit("a", steps=4))
-    step(scheduler, workers)
-    assert denoise_batch(scheduler.schedule(now=1.0)) == ["a"]
-    other = ModelKeys("other", "cpu", ())
-    scheduler.ranks.residency.quarantine.note_death(other, Suspects(), Failure("engine", "died"), 1.0)
-    assert scheduler.schedule(now=1.1) is None
-    assert scheduler.next_pass == inf
-    assert denoise_batch(scheduler.schedule(now=1e4)) == ["a"], "it is forgotten at last"
 
 
 def test_batches_respect_both_limits() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from math import inf
 
 import msgspec
 import pytest
@@ -16,9 +15,8 @@ from core.config import SchedulerConfig
 from core.costs.cost_model import CostKey
 from core.failure import Failure
 from core.graph.work import Work
-from core.handles import TensorKey, TensorRef
 from core.messages.engine import Finished
-from core.messages.worker import Batch, BatchResult, ItemResult, Transfer
+from core.messages.worker import Batch, BatchResult, ItemResult
 from core.scheduling.dispatch import Decision, Dispatch, Fetch
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.ranks.in_flight import Flight, InFlight
@@ -73,31 +71,6 @@ def test_ranks_with_little_work_are_nearly_idle() -> None:
     assert in_flight.nearly_idle_ranks == {1}, "two plans are enough"
     in_flight.clear()
     assert (in_flight.idle_ranks, in_flight.nearly_idle_ranks, in_flight.has_busy) == (set(range(RANKS)), set(), False)
-
-
-def test_busy_ranks_become_nearly_idle_as_time_passes() -> None:
-    """Counted from when they were sent work last although they had none, were it a transfer."""
-    in_flight = InFlight(RANKS, max_plans=2, max_seconds=0.5)
-    in_flight.send_transfers(0, [Transfer(TensorRef(TensorKey("a", "denoise", "latents"), 1), 1)], 10.0)
-    in_flight.send(1, flight(7, 0), 10.0)
-    in_flight.send(1, flight(8, 1), 10.0)
-    assert in_flight.seconds_left(1, 11.0) == 1.0
-    in_flight.note_time(11.0)
-    assert (in_flight.nearly_idle_ranks, in_flight.next_nearly_idle) == (set(), 11.5)
-    in_flight.note_time(11.5)
-    assert (in_flight.nearly_idle_ranks, in_flight.next_nearly_idle) == ({0}, inf), "rank 1 has two plans"
-    in_flight.send(2, flight(9, 0), 11.5)
-    in_flight.land(msgspec.structs.replace(answer(7, 0), started=10.0, seconds=2.5))
-    assert (in_flight.nearly_idle_ranks, in_flight.next_nearly_idle) == (set(), 14.0), "the next one began later"
-    in_flight.lose(0)
-    assert in_flight.next_nearly_idle == inf
-
-
-def test_no_overdue_rank_is_nearly_idle_where_nothing_is_sent_ahead() -> None:
-    in_flight = InFlight(RANKS, max_plans=2)
-    in_flight.send(0, flight(7, 0), 10.0)
-    in_flight.note_time(20.0)
-    assert (in_flight.nearly_idle_ranks, in_flight.next_nearly_idle) == (set(), inf)
 
 
 def test_a_rank_is_awaited_as_long_as_what_it_has_is_predicted_to_take() -> None:

@@ -151,16 +151,6 @@ def test_a_case_is_forgotten_in_time(bench: Bench) -> None:
     assert not any(map(bench.refuses, "AB"))
 
 
-def test_batches_are_suspected_until_good_ones_have_run_or_the_time_is_over(bench: Bench) -> None:
-    """Although batches of these components may never run again."""
-    assert not bench.quarantine.has_suspects(bench.now)
-    bench.die("A1")
-    assert bench.quarantine.has_suspects(bench.now + MEMORY_SECONDS)
-    assert not bench.quarantine.has_suspects(bench.now + MEMORY_SECONDS + 1.0)
-    bench.work(GOOD_BATCHES, "A")
-    assert not bench.quarantine.has_suspects(bench.now)
-
-
 def test_stale_deaths_hide_no_refusal(bench: Bench) -> None:
     bench.die("A1")
     bench.now = MEMORY_SECONDS - 100.0
