@@ -97,7 +97,9 @@ def machines(folder: Path, cores: int = 1, **variables: str) -> Iterator[Machine
     token.chmod(0o600)
     before = dict(os.environ)
     joining = QUIET | {"RAY_AUTH_TOKEN_PATH": str(token)}
-    environment = {**os.environ, **variables, **joining, FOLDER_VARIABLE: str(folder)}
+    (folder / "ray").mkdir()  # Ray writes its address there, and takes /tmp/ray to exist if it is not told where
+    own = {"RAY_TMPDIR": str(folder), FOLDER_VARIABLE: str(folder)}
+    environment = {**os.environ, **variables, **joining, **own}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     command = [sys.executable, "-P", __file__, str(cores)]
     with subprocess.Popen(command, env=environment, **pipes) as process:
