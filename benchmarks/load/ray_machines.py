@@ -29,6 +29,7 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_niceness": "0",  # hosts cannot raise themselves in a namespace, and would wait for all other programs
     "RAY_AUTH_MODE": "token",
 }
 FOLDER_VARIABLE = "STENCIL_RAY_FOLDER"
