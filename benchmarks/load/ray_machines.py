@@ -1,8 +1,8 @@
 """Two machines of a Ray cluster on 127.0.0.1, in a process of its own: Ray's Cluster replaces signal handlers.
 
-Run as a script: prints the cluster's address, the head's GCS and each machine's raylet, adds a machine for each line
-that it reads, and ends with its input. In a network namespace with `lo` alone, since Ray listens on more than it is
-told.
+Run as a script: prints the cluster's address, the head's GCS and raylet and each machine's raylet, adds a machine for
+each line that it reads, and ends with its input. In a network namespace with `lo` alone, since Ray listens on more than
+it is told.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_niceness": "0",  # hosts cannot raise themselves in a namespace, and would wait for all other programs
     "RAY_AUTH_MODE": "token",
 }
 FOLDER_VARIABLE = "STENCIL_RAY_FOLDER"
@@ -37,13 +38,13 @@ STORE_BYTES = 80 * 1024**2
 
 
 class Machines:
-    """The cluster, as who disturbs it sees it. raylets: of its machines, in the order in which they came; that of the
-    head, which has no cores, is not among them."""
+    """The cluster, as who disturbs it sees it. raylets: of its machines, in the order in which they came. Not that of
+    the head, which has no cores, and through which servers here are clients: `head_raylet`."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self.address = self._read()
-        self.head = psutil.Process(int(self._read()))
+        self.head, self.head_raylet = psutil.Process(int(self._read())), psutil.Process(int(self._read()))
         self.raylets = [psutil.Process(int(self._read())) for _ in range(2)]
 
     def _read(self) -> str:
@@ -97,7 +98,9 @@ def machines(folder: Path, cores: int = 1, **variables: str) -> Iterator[Machine
     token.chmod(0o600)
     before = dict(os.environ)
     joining = QUIET | {"RAY_AUTH_TOKEN_PATH": str(token)}
-    environment = {**os.environ, **variables, **joining, FOLDER_VARIABLE: str(folder)}
+    (folder / "ray").mkdir()  # Ray writes its address there, and takes /tmp/ray to exist if it is not told where
+    own = {"RAY_TMPDIR": str(folder), FOLDER_VARIABLE: str(folder)}
+    environment = {**os.environ, **variables, **joining, **own}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     command = [sys.executable, "-P", __file__, str(cores)]
     with subprocess.Popen(command, env=environment, **pipes) as process:
@@ -142,7 +145,8 @@ def main() -> None:
         return int(node.all_processes["raylet"][0].process.pid)
 
     tell(cluster.address)
-    tell(cluster.head_node.all_processes["gcs_server"][0].process.pid)
+    for kind in ("gcs_server", "raylet"):
+        tell(cluster.head_node.all_processes[kind][0].process.pid)
     for _ in range(2):
         tell(add())
     for _ in sys.stdin:

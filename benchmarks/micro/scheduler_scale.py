@@ -232,7 +232,8 @@ class Loop:
     def _result(self, batch: Batch, rank: int) -> BatchResult:
         work = batch_work(batch, self._live, self._workflows)
         seconds = self._machine.batch_seconds(batch, work)
-        return BatchResult(batch.id, rank, 0.0, seconds, Ranks().run(batch, rank))
+        # It has ended now: a rank whose first batch were over long ago would seem to be overdue with the next one.
+        return BatchResult(batch.id, rank, time.monotonic() - seconds, seconds, Ranks().run(batch, rank))
 
     async def _turn(self, results: Sequence[BatchResult | TransferDone]) -> Turn:
         """The loop with these results and the requests that are due."""

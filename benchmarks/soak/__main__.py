@@ -157,12 +157,12 @@ async def _learn(server: Server, references: References, ledger: Ledger) -> None
 @contextmanager
 def _cluster(folder: Path, record: Record) -> Iterator[Machines]:
     """Two machines, of which nothing may be left."""
-    (folder / "scratch" / "ray").mkdir(parents=True)  # which Ray takes to be there
+    (folder / "scratch").mkdir(parents=True)
     with machines(folder, TMPDIR=str(folder / "scratch")) as found:
         yield found
     if left := processes_of(folder, FOLDER_VARIABLE):
         record.failures.append(f"processes of the cluster left behind: {left}")
-    if files := [path for path in (folder / "scratch").iterdir() if path.name != "ray"]:
+    if files := list((folder / "scratch").iterdir()):
         record.failures.append(f"files left behind on machines: {files}")
 
 

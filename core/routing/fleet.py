@@ -174,8 +174,8 @@ class Fleet:
             if len(self._known) > MAX_KINDS:
                 for other in self._known.keys() - {ANY}:  # not of a copy of this fleet alone
                     del self._known[other]
-            every = range(self.num_engines)
-            self._known[kind] = _KnownSlots.empty(self.max_num_seqs, self.num_engines, every)
+            living = set(range(self.num_engines)) - self._lost  # dead ones are as empty as it is
+            self._known[kind] = _KnownSlots.empty(self.max_num_seqs, self.num_engines, living)
         return self._refresh(kind)
 
     # ------------------------------------------------------------------------------------------------- events
@@ -329,7 +329,7 @@ class Fleet:
         those of lower classes unless they have waited long, and those of other owners beyond their share. Read-only.
         """
         kept: dict[int, Sequence[int]] = {}  # engine -> indices of the loads that stay ahead, if not all do
-        for engine in range(self.num_engines):
+        for engine in np.flatnonzero(self.num_requests).tolist():
             if self._may_be_overtaken(engine, owner, priority):
                 loads = self._loads(engine)
                 indices = staying_ahead(loads, owner, priority, now)

@@ -11,17 +11,23 @@ import zmq.asyncio
 PROBE_SECONDS = 1.0
 """How long a machine may take to answer whether anything listens at a port."""
 
+PROBE_AFTER_SECONDS = (0.0, 0.05, 0.1, 0.2, 0.4)
+"""Before each probe once a connection has broken: a process that dies closes one after the other, the port it may be
+last."""
+
 
 async def until_gone(socket: zmq.asyncio.Socket, address: str, port: int) -> None:
     """Wait until the socket's connection has broken and nothing listens at the other end's port any more: a process
-    that dies leaves its port at once. A machine that does not answer says nothing: it may be cut off for a moment.
+    that dies leaves its port soon. A machine that does not answer says nothing: it may be cut off for a moment.
     """
     monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     try:
         while True:
             await monitor.recv_multipart()
-            if await _is_closed(address, port):
-                return
+            for seconds in PROBE_AFTER_SECONDS:
+                await asyncio.sleep(seconds)
+                if await _is_closed(address, port):
+                    return
     finally:
         socket.disable_monitor()
         monitor.close()

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from threading import Thread, current_thread, main_thread
 from typing import Any, TypeVar
 
-from core.errors import ConfigError
+from core.errors import ConfigError, EngineDeadError
 from core.routing.placement import Machine
 
 # Ray would end this process, and with it the engines of this machine, a minute after the cluster's head is gone. It
@@ -86,6 +86,14 @@ def in_thread(function: Callable[[], Result]) -> Future[Result]:
 
     Thread(target=run, name="ask-ray", daemon=True).start()
     return done
+
+
+def check_membership() -> None:
+    """Raises EngineDeadError if Ray's process on this machine has died, through which this one is a client: Ray has
+    ended what this one had, and would never begin what it asks for now."""
+    own = ray.get_runtime_context().get_node_id()
+    if not any(node["NodeID"] == own and node["Alive"] for node in nodes_of_cluster()):
+        raise EngineDeadError("Ray's process on this machine has died: start it again (`ray start`), and this server")
 
 
 def leave() -> None:

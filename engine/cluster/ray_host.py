@@ -21,7 +21,7 @@ from core.ipc.logs import of_request
 from engine.cluster.engine_bundle import bundle_of
 from engine.cluster.host_actor import HostActor
 from engine.cluster.host_config import HostAddress, HostConfig
-from engine.cluster.ray_cluster import in_thread
+from engine.cluster.ray_cluster import check_membership, in_thread
 from engine.cluster.release import source_digest
 
 logger = logging.getLogger("stencil.router")
@@ -51,11 +51,16 @@ class RayHost:
         """See Host. Waits until a machine has room."""
         await self._join()
         await self._call(self._make_group)
-        await self._wait_for_room()
+        assert self._group is not None
+        try:
+            await self._done(self._group.ready(), f"a machine of the cluster that has room for {self._bundle}")
+        except RayError as error:
+            raise EngineDeadError(f"Ray found no machine for the engine: {_reason(error)}") from error
         self.placed = time.monotonic()
         await self._call(self._make_actor)
+        starting = self._actor.start.remote(msgspec.msgpack.encode(config), self._bundle, source_digest())
         try:
-            encoded = await self._actor.start.remote(msgspec.msgpack.encode(config), self._bundle, source_digest())
+            encoded = await self._done(starting, "its process on a machine of the cluster")
         except RayError as error:
             raise EngineDeadError(f"the engine's host could not be started: {_reason(error)}") from error
         self._run = self._actor.run.remote()
@@ -74,6 +79,7 @@ class RayHost:
         await asyncio.shield(self._calling)
 
     def _make_group(self) -> None:
+        check_membership()
         self._bundle = bundle_of(self._config, has_gpus=self._has_gpus())
         where = {"ray.io/node-id": self._config.machine} if self._config.machine else {}
         self._group = placement_group([self._bundle], strategy="STRICT_PACK", bundle_label_selector=[where])
@@ -89,21 +95,23 @@ class RayHost:
         if self._has_ended:
             self._remove()
 
-    async def _wait_for_room(self) -> None:
-        assert self._group is not None
-        ready = asyncio.wrap_future(self._group.ready().future())
+    async def _done(self, asked: Any, what: str) -> Any:
+        """The result of what Ray does, which may take for ever: while this process is a client of the cluster. Raises
+        RayError if it has failed, EngineDeadError once this process is none. what: is waited for, for the log.
+        """
+        doing = asyncio.wrap_future(asked.future())
         try:
-            done, _ = await asyncio.wait([ready], timeout=TELL_SECONDS)
+            done, _ = await asyncio.wait([doing], timeout=TELL_SECONDS)
             if not done:
-                text = "%s waits for a machine of the cluster that has room for %s"
-                logger.warning(text, self._name, self._bundle, extra=of_request(""))
-            await ready
-        except RayError as error:
-            raise EngineDeadError(f"Ray found no machine for the engine: {_reason(error)}") from error
+                logger.warning("%s waits for %s", self._name, what, extra=of_request(""))
+            while not done:
+                await self._call(check_membership)
+                done, _ = await asyncio.wait([doing], timeout=TELL_SECONDS)
+            return doing.result()
         finally:
-            ready.cancel()  # or it would fail when `end` removes the group
-            if ready.done():
-                retrieve(ready)
+            doing.cancel()  # or it would fail when `end` removes the group
+            if doing.done():
+                retrieve(doing)
 
     async def wait(self) -> str:
         """See Host."""

@@ -15,11 +15,12 @@ from engine.client.async_engine import AsyncEngine
 @asynccontextmanager
 async def serving_engine(config: StencilConfig) -> AsyncIterator[AsyncEngine]:
     """A started and ready engine; always shut down at the end."""
-    placed = msgspec.structs.replace(config.engine, **on_ray.settings())
-    engine = AsyncEngine(msgspec.structs.replace(config, engine=placed))
-    await engine.start()
-    try:
-        await engine.ready()
-        yield engine
-    finally:
-        await engine.shutdown(drain_seconds=5)
+    with on_ray.settings() as settings:
+        placed = msgspec.structs.replace(config.engine, **settings)
+        engine = AsyncEngine(msgspec.structs.replace(config, engine=placed))
+        await engine.start()
+        try:
+            await engine.ready()
+            yield engine
+        finally:
+            await engine.shutdown(drain_seconds=5)

@@ -3,8 +3,8 @@ changes. What looks for processes finds those on the machines, too.
 
 Not for tests of what is there on one machine alone: what an engine inherits of its parent (variables of the
 environment, limits of files), memory that is mapped by all processes, the launcher and keeper that engines share, how a
-server with its children starts and ends, offline use; two AsyncEngines at a time, since a process joins Ray once.
-Which files it is for: `ON_RAY` in the Makefile; single tests in them are left out by the marker `one_machine`.
+server with its children starts and ends, offline use. Which files it is for: `ON_RAY` in the Makefile; single tests in
+them are left out by the marker `one_machine`. Of two AsyncEngines at a time in this process, the second one is here.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ _REDIRECT = "exec(compile(open({0!r}).read(), {0!r}, 'exec'), {{'__file__': {0!r
 
 @dataclass
 class _Place:
-    """machines: None: engines are where the tests are. shims: a folder on the path of all that runs on machines."""
+    """machines: None: engines are where the tests are. shims: a folder on the path of all that runs on machines.
+    has_joined: an AsyncEngine of this process has its engines there, which joins Ray once.
+    """
 
     machines: Machines | None = None
     shims: Path = Path()
+    has_joined: bool = False
 
 
 _place = _Place()
@@ -48,9 +51,17 @@ def placed_there(folder: Path) -> Iterator[None]:
         _place.machines = None
 
 
-def settings() -> dict[str, Any]:
-    """Of an EngineConfig."""
-    return {} if _place.machines is None else {"data_parallel_backend": "ray", "ray_address": _place.machines.address}
+@contextmanager
+def settings() -> Iterator[dict[str, Any]]:
+    """Of the EngineConfig of an AsyncEngine that lives meanwhile."""
+    if _place.machines is None or _place.has_joined:
+        yield {}
+        return
+    _place.has_joined = True
+    try:
+        yield {"data_parallel_backend": "ray", "ray_address": _place.machines.address}
+    finally:
+        _place.has_joined = False
 
 
 def flags() -> tuple[str, ...]:

@@ -1,4 +1,6 @@
-"""A Ray cluster whose head dies, which nothing can be placed in any more. `make test-ray`."""
+"""A Ray cluster whose head dies, which nothing can be placed in any more, or whose process on the server's machine
+does, through which the server asks for all that is placed. `make test-ray`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from fault_kit import until
 from pictures import alpha_mask, encode, photo
 from ray_server import serve
 
-from benchmarks.load.ray_machines import machines
+from benchmarks.load.ray_machines import is_there, machines
 
 pytestmark = pytest.mark.ray
 
@@ -44,6 +46,26 @@ async def test_a_server_outlives_the_head_of_its_cluster(
             with suppress(ProcessLookupError):
                 server.kill()
     assert server.returncode == 0, log.read_text()
+
+
+async def test_a_server_ends_without_the_process_of_ray_through_which_it_asks(
+    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Ray ends its engines on all machines, and would start none again for it. It says so."""
+    folder = tmp_path_factory.mktemp("d")
+    log = folder / "log"
+    with machines(folder) as found:
+        server = await serve(tiny_checkpoint, found, log, "--data-parallel-size", "2")
+        try:
+            await until(lambda: "ready on" in log.read_text())
+            found.head_raylet.kill()
+            await asyncio.wait_for(server.wait(), 60)
+        finally:
+            with suppress(ProcessLookupError):
+                server.kill()
+        assert not [host for host in found.hosts if is_there(host)]
+    assert server.returncode == 1
+    assert "Ray's process on this machine has died: start it again" in log.read_text().splitlines()[-1], log.read_text()
 
 
 async def health(client: httpx.AsyncClient) -> list[dict[str, str]]:

@@ -348,4 +348,5 @@ def test_idle_costs_nothing(server: ServerProcess) -> None:
 
 def test_no_process_of_one_machine_loads_ray(server: ServerProcess) -> None:
     for process in (psutil.Process(server.process.pid), *server.children()):
-        assert not [area.path for area in process.memory_maps() if "/ray/" in area.path], process.name()
+        # Not all of Ray's folder: where a test has imported Ray, the server inherits a path with a psutil of Ray's.
+        assert not [area.path for area in process.memory_maps() if "/ray/_raylet" in area.path], process.name()

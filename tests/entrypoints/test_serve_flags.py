@@ -6,13 +6,17 @@ import inspect
 
 import pytest
 
-from core.config import ModelConfig
+from core.config import MAX_ENGINES, ModelConfig
 from entrypoints.image_engine import ImageEngine
 from entrypoints.serve_flags import FLAGS, Flag
 
 ALL = [flag for flags in FLAGS.values() for flag in flags]
 OWN_ARGUMENTS = {"self", "model", "models", "loras", "cache", "skip_levels", "classes", "workflows"}
 """Of ImageEngine: what flags name in another form, or what a server has no use for."""
+
+
+BESIDE = {"--data-parallel-size-local": {"data_parallel_size": MAX_ENGINES}}
+"""Flag -> what its bounds need beside it."""
 
 
 def test_no_two_flags_set_the_same() -> None:
@@ -25,7 +29,8 @@ def test_a_setting_takes_the_bounds_of_its_flag(flag: Flag) -> None:
     assert flag.parse is not None
     for bound in flag.bounds:
         value = flag.parse(f"{bound:.12g}")
-        assert getattr(flag.config(**{flag.sets: value}), flag.sets) == value == bound
+        settings = {**BESIDE.get(flag.name, {}), flag.sets: value}
+        assert getattr(flag.config(**settings), flag.sets) == value == bound
 
 
 @pytest.mark.parametrize("flag", [flag for flag in ALL if flag.config is ModelConfig and flag.choices])

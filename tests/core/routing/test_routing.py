@@ -15,8 +15,9 @@ from core.config import RouterPolicy
 from core.costs.load_report import CopyLine, EngineCosts, ResidentPages
 from core.errors import EngineDeadError
 from core.handles import ArrayRef
+from core.routing.engine_lanes import EngineLanes
 from core.routing.fleet import Fleet
-from core.routing.policies import make_policy, predict_times
+from core.routing.policies import make_policy, outlook, predict_times
 
 POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
 
@@ -252,3 +253,21 @@ def test_the_way_there_passes_while_an_edit_would_wait_for_a_slot() -> None:
     there.note_link(0, 1e-6)
     later = predict_times(shape, there, 0.0).finish[0] - predict_times(shape, here, 0.0).finish[0]
     assert later == pytest.approx(1e-6 * shape.copied.written)
+
+
+def test_numbers_that_no_engine_has_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the number of engines follows a cluster, most of those that there may be are not there."""
+    fleet, looks = fleet_of([(28, STEP)], *[[]] * 99), {"_may_be_overtaken": 0, "next_lane": 0}
+    for engine in range(2, 100):
+        fleet.lose(engine)
+    fleet.settle()
+    for cls, name in ((Fleet, "_may_be_overtaken"), (EngineLanes, "next_lane")):
+
+        def counted(*args: object, name: str = name, method: object = getattr(cls, name)) -> object:
+            looks[name] += 1
+            return method(*args)  # type: ignore[operator]
+
+        monkeypatch.setattr(cls, name, counted)
+    assert outlook(make_shape(), fleet, make_policy("mask-aware"), 0.0) is not None
+    fleet._slots_of_kind(((), 2))
+    assert looks == {"_may_be_overtaken": 1, "next_lane": 2}

@@ -19,6 +19,7 @@ class Far:
 
     def __init__(self) -> None:
         self.came = asyncio.Event()
+        self.is_ending = False  # it leaves its port once something has come there
         self._writers: list[asyncio.StreamWriter] = []
 
     async def start(self) -> int:
@@ -28,6 +29,8 @@ class Far:
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.append(writer)
         self.came.set()
+        if self.is_ending:
+            self.server.close()
         with suppress(ConnectionError):
             while await reader.read(1 << 16):
                 pass
@@ -45,7 +48,7 @@ async def watched() -> AsyncIterator[tuple[Far, asyncio.Task[None]]]:
     port = await far.start()
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RECONNECT_IVL, 10)
+        socket.setsockopt(zmq.RECONNECT_IVL, 200)
         watch = asyncio.create_task(until_gone(socket, "127.0.0.1", port))
         await asyncio.sleep(0)
         socket.connect(f"tcp://127.0.0.1:{port}")
@@ -60,6 +63,13 @@ async def watched() -> AsyncIterator[tuple[Far, asyncio.Task[None]]]:
 async def test_a_process_that_leaves_its_port_is_gone(watched: tuple[Far, asyncio.Task[None]]) -> None:
     far, watch = watched
     far.server.close()
+    far.cut()
+    await asyncio.wait_for(watch, 20)
+
+
+async def test_one_that_leaves_its_port_after_its_connections_is_gone(watched: tuple[Far, asyncio.Task[None]]) -> None:
+    far, watch = watched
+    far.is_ending = True
     far.cut()
     await asyncio.wait_for(watch, 20)
 
