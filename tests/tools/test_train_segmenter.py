@@ -74,11 +74,11 @@ def test_the_forward_pass_is_that_of_transformers(trained: tuple[Path, list[floa
         some, _ = logits_of(model, pixels, text_ids, prompts=2, chosen=chosen)
         every, _ = logits_of(model, pixels, text_ids, prompts=2, chosen=torch.arange(64).flip(0).expand(2, -1))
     assert isinstance(model, CLIPSegForImageSegmentation)
-    assert logits.allclose(to_patches(whole, 32), atol=1e-5)
+    assert logits.allclose(to_patches(whole, 32), atol=5e-5)
     assert features.shape == (2, 64, 32)
-    assert every.flip(1).allclose(logits, atol=1e-5)
+    assert every.flip(1).allclose(logits, atol=5e-5)
     assert some.shape == (4, 3, 1024)
-    assert not some.allclose(take(logits, chosen.repeat_interleave(2, dim=0)), atol=1e-5)
+    assert not some.allclose(take(logits, chosen.repeat_interleave(2, dim=0)), atol=5e-5)
 
 
 def test_patches_are_in_rows() -> None:
