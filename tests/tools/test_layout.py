@@ -53,8 +53,8 @@ def test_the_sparse_pass_over_all_tokens_is_the_stock_pass() -> None:
 
 def test_written_out_attention_is_pytorchs_in_its_gradients_too() -> None:
     torch.manual_seed(0)
-    inputs = [torch.randn(2, 3, 10, 16, requires_grad=True) for _ in range(3)]
-    own, stock = attend(*inputs), F.scaled_dot_product_attention(*inputs)
+    query, key, value = inputs = torch.randn(3, 2, 3, 10, 16, requires_grad=True).unbind()
+    own, stock = attend(query, key, value), F.scaled_dot_product_attention(query, key, value)
     torch.testing.assert_close(own, stock)
     weights = torch.randn_like(own)
     for ours, theirs in zip(
