@@ -45,7 +45,7 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention of [batch, heads, tokens, width]. On a CPU it is written out: the backward pass of PyTorch's own takes
-    longer than all matrix products of a step together (2.13, a CPU with AMX).
+    as long as all matrix products of a step together (2.13, a CPU with AMX).
     """
     if query.device.type != "cpu":
         return F.scaled_dot_product_attention(query, key, value)
