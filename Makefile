@@ -9,7 +9,7 @@ DEV := $(VENV)/.installed-dev
 BROWSER := tests/browser/node_modules/.installed
 TYPED := core engine model_executor entrypoints benchmarks tools
 ON_RAY := faults deaths hangs takeover step_faults poison controlnet_faults workflow_faults late_adapters_served resumed_edits data_parallel guarded_served model_workflows_at_run_time approximate_caching overload rude_clients templates adapters_served runtime_adapters_served workflows_over_http
-LOOPBACK := unshare --net --map-root-user sh -c 'ip link set lo up && exec "$$@"' sh
+LOOPBACK := unshare --net --mount --map-root-user sh -c 'ip link set lo up && exec "$$@"' sh
 ARGS ?=
 BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-found-masks bench-shared-denoiser bench-two-workflows bench-twelve-workflows bench-workflows bench-written-workflow bench-adapter-wait bench-approximate-caching bench-overload bench-goodput bench-step bench-lora-step bench-model-load bench-parallel-step bench-controlnet-beside bench-workflow-node bench-elastic bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-courier bench-remote bench-api bench-router-decision bench-scheduler-scale bench-coordinator bench-quality simulate soak
 

@@ -45,7 +45,8 @@ def placed_there(folder: Path) -> Iterator[None]:
     """Engines that start meanwhile are on machines. folder: for their files."""
     shims = folder / "shims"
     shims.mkdir()
-    with machines(folder, CORES, PYTHONPATH=f"{shims}:{ROOT}:{ROOT / 'tests' / 'e2e'}") as found:
+    path = f"{shims}:{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'e2e'}"  # users' classes are among the tests
+    with machines(folder, CORES, PYTHONPATH=path) as found:
         _place.machines, _place.shims = found, shims
         yield
         _place.machines = None

@@ -1,11 +1,12 @@
 """The packed layout and the sparse training pass agree with diffusers' code."""
 
 import torch
+import torch.nn.functional as F
 from diffusers import FluxFillPipeline
 
 from tools.train_embedded.layout import IMAGE_TOKENS, TEXT_TOKENS, image_ids, pack, pack_mask, unpack
 from tools.train_embedded.models import TEXT_WIDTH, build_transformer
-from tools.train_embedded.sparse import choose_tokens, make_sparse
+from tools.train_embedded.sparse import attend, choose_tokens, make_sparse
 
 
 def test_packing_is_the_pipelines() -> None:
@@ -48,3 +49,17 @@ def test_the_sparse_pass_over_all_tokens_is_the_stock_pass() -> None:
         positions.select(torch.arange(IMAGE_TOKENS)[None])
         sparse = transformer(**inputs)[0]
     assert (stock - sparse).norm() < 0.02 * stock.norm()  # the rotary tables are bf16 in training
+
+
+def test_written_out_attention_is_pytorchs_in_its_gradients_too() -> None:
+    torch.manual_seed(0)
+    query, key, value = inputs = torch.randn(3, 2, 3, 10, 16, requires_grad=True).unbind()
+    own, stock = attend(query, key, value), F.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(own, stock)
+    weights = torch.randn_like(own)
+    for ours, theirs in zip(
+        torch.autograd.grad((own * weights).sum(), inputs),
+        torch.autograd.grad((stock * weights).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from PIL import Image, ImageFilter
 
 from tools.train_embedded.captions import caption, noun_phrase
 from tools.train_embedded.garments import KINDS, PATTERNS, Garment
@@ -16,6 +17,7 @@ from tools.train_embedded.masks import (
     Mixture,
     box_mask,
     draw_edit,
+    grown,
     silhouette_mask,
 )
 from tools.train_embedded.scenes import SIZE, draw_scene, render
@@ -46,6 +48,13 @@ def test_masks_are_of_usable_size(mixture: Mixture) -> None:
     drawn = render(scene)
     for _ in range(40):
         assert SMALLEST <= draw_edit(rng, scene, drawn, mixture).mask.mean() <= LARGEST
+
+
+@pytest.mark.parametrize("reach", [0, 1, 4, 12])
+def test_a_mask_grows_as_pillow_grows_it(reach: int) -> None:
+    mask = np.random.default_rng(reach).random((60, 80)) < 0.01
+    pillows = Image.fromarray(mask.astype(np.uint8) * 255).filter(ImageFilter.MaxFilter(2 * reach + 1))
+    assert np.array_equal(grown(mask, reach), np.asarray(pillows) > 127)
 
 
 @pytest.mark.parametrize("seed", range(3, 11))

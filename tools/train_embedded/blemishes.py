@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageFilter
 
 from tools.train_embedded.cases import Case
-from tools.train_embedded.masks import Mask
+from tools.train_embedded.masks import Mask, grown
 from tools.train_embedded.metrics import lab, local_mean
 from tools.train_embedded.scenes import Pixels, empty_room, hands
 
@@ -63,10 +62,10 @@ def border_step(image: Pixels, mask: Mask, room: Mask) -> float | None:
     sides; None if the border does not pass over the room.
     """
     luminance = image.astype(np.float64) @ np.array([0.299, 0.587, 0.114])
-    inner = mask & _grown(~mask, STRIP) & room
-    outer = ~mask & _grown(mask, STRIP) & room
+    inner = mask & grown(~mask, STRIP) & room
+    outer = ~mask & grown(mask, STRIP) & room
     enough = _enough(inner) & _enough(outer)
-    border = mask & _grown(~mask, 1) & room & enough
+    border = mask & grown(~mask, 1) & room & enough
     if not border.any():
         return None
     sides = [local_mean(luminance, side.astype(np.float64), WINDOW)[border] for side in (inner, outer)]
@@ -79,7 +78,7 @@ def hands_overlap(image: Pixels, case: Case) -> float | None:
     if shown.sum() < SMALLEST_HANDS:
         return None
     skin = np.median(lab(case.truth[shown]), axis=0)
-    near = _grown(shown, HAND_REACH) & case.mask
+    near = grown(shown, HAND_REACH) & case.mask
     wanted, got = (near & (np.linalg.norm(lab(x) - skin, axis=-1) < SKIN_REACH) for x in (case.truth, image))
     return float((wanted & got).sum() / (wanted | got).sum())
 
@@ -88,12 +87,6 @@ def _enough(side: Mask) -> NDArray[np.bool_]:
     """Where the window around a pixel holds enough of a strip."""
     area = (2 * WINDOW) ** 2
     return local_mean(side.astype(np.float64), np.ones(side.shape), WINDOW) * area >= SMALLEST_SIDE
-
-
-def _grown(mask: Mask, reach: int) -> Mask:
-    """The mask grown by `reach` pixels on each side."""
-    image = Image.fromarray(mask.astype(np.uint8) * 255)
-    return np.asarray(image.filter(ImageFilter.MaxFilter(2 * reach + 1))) > 127
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,6 +1,5 @@
 """Stage `limits`: what keeps the scores down, on the tuning scenes. It scores, beside each other, the ground truth,
-the ground truth through the VAE, another scene that fits what the mask leaves to be seen, and the model sampled in
-several ways.
+another scene that fits what the mask leaves to be seen, both through the VAE, and the model sampled in several ways.
 """
 
 import random
@@ -39,12 +38,18 @@ def line(name: str, kind: MaskKind, images: Sequence[Pixels], asked: Sequence[Ca
     )
 
 
-def through_vae(pipeline: FluxFillPipeline) -> Answer:
+def truths(asked: Sequence[Case]) -> list[Pixels]:
+    return [case.truth for case in asked]
+
+
+def through_vae(pipeline: FluxFillPipeline, way: Answer) -> Answer:
+    """Another way's pictures as the VAE can show them: what the best denoiser reaches with it."""
+
     @torch.no_grad()
     def answer(asked: Sequence[Case]) -> list[Pixels]:
         images: list[Pixels] = []
-        for case in asked:
-            picture = torch.from_numpy(case.truth).permute(2, 0, 1)[None].float() / 127.5 - 1
+        for case, image in zip(asked, way(asked), strict=True):
+            picture = torch.from_numpy(image).permute(2, 0, 1)[None].float() / 127.5 - 1
             new = decoded(pipeline, encoded(pipeline, picture))[0]
             images.append(np.where(case.mask[..., None], new, case.template))
         return images
@@ -69,6 +74,10 @@ def redrawn(case: Case, rng: random.Random) -> Pixels:
     return np.where(case.mask[..., None], render(replace(cut, arms=tuple(arms))).image, case.template)
 
 
+def others(asked: Sequence[Case]) -> list[Pixels]:
+    return [redrawn(case, random.Random(i)) for i, case in enumerate(asked)]
+
+
 def _fits(scene: Scene, body: Body, case: Case) -> bool:
     """Whether a scene with other arms has the case's box and, outside the mask, its picture."""
     assert scene.arms is not None
@@ -87,9 +96,10 @@ def limits(folder: Path, number: int) -> None:
     """
     pipeline = load_pipeline(folder).to(torch.float32)
     ways: dict[str, Answer] = {
-        "truth": lambda asked: [case.truth for case in asked],
-        "another that fits": lambda asked: [redrawn(case, random.Random(i)) for i, case in enumerate(asked)],
-        "truth through the VAE": through_vae(pipeline),
+        "truth": truths,
+        "another that fits": others,
+        "truth through the VAE": through_vae(pipeline, truths),
+        "another through it": through_vae(pipeline, others),
     }
     for steps, scale in ((8, 1.0), (8, 0.7), (8, 0.4), (50, 1.0)):
         ways[f"{steps} steps, guidance {scale}"] = partial(run_cases, with_guidance(pipeline, steps, scale))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFilter
+from PIL import Image, ImageDraw
 
 from tools.train_embedded.captions import EMPTY_SCENE, caption
 from tools.train_embedded.garments import Slot
@@ -41,9 +41,18 @@ class MaskedEdit:
 
 def silhouette_mask(coverage: Pixels, grow: int) -> Mask:
     """Every pixel the garment touches, grown by `grow` pixels on each side."""
-    touched = Image.fromarray(((coverage > 8) * 255).astype(np.uint8))
-    grown = touched.filter(ImageFilter.MaxFilter(2 * grow + 1)) if grow else touched
-    return np.asarray(grown) > 127
+    touched: Mask = coverage > 8
+    return grown(touched, grow)
+
+
+def grown(mask: Mask, reach: int) -> Mask:
+    """The mask grown by `reach` pixels on each side, along both axes: the pixels whose window holds a set one."""
+    for axis in (0, 1):
+        edges = [(reach + 1, reach) if a == axis else (0, 0) for a in (0, 1)]
+        before = np.pad(mask, edges).cumsum(axis, dtype=np.int16)  # set pixels up to each place
+        ends = np.arange(mask.shape[axis])
+        mask = before.take(ends + 2 * reach + 1, axis) > before.take(ends, axis)
+    return mask
 
 
 def box_mask(box: Box, margin: float = 4.0, radius: float = 0.0) -> Mask:

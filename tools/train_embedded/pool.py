@@ -170,8 +170,11 @@ class Pool:
     def _encode(self, pictures: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
         """Latents of the pictures (the mean), and of those that are sampled, as the pipeline does what it shows the
         denoiser."""
+        both = torch.cat([pictures, sampled])
+        if self._device.type == "cpu":  # more than twice as fast on a CPU with AMX
+            both = both.contiguous(memory_format=torch.channels_last)
         with precision(self._device):
-            posterior = self._vae.encode(torch.cat([pictures, sampled])).latent_dist
+            posterior = self._vae.encode(both).latent_dist
         number = len(pictures)
         latents = torch.cat([posterior.mode()[:number].float(), posterior.sample()[number:].float()])
         tokens = pack((latents - self._vae.config.shift_factor) * self._vae.config.scaling_factor).half()

@@ -43,6 +43,16 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     return x * cos + torch.stack([-imaginary, real], -1).flatten(3) * sin
 
 
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of [batch, heads, tokens, width]. On a CPU it is written out: the backward pass of PyTorch's own takes
+    as long as all matrix products of a step together (2.13, a CPU with AMX).
+    """
+    if query.device.type != "cpu":
+        return F.scaled_dot_product_attention(query, key, value)
+    likeness = (query * query.shape[-1] ** -0.5) @ key.mT
+    return torch.softmax(likeness, -1, dtype=torch.float32).to(value.dtype) @ value
+
+
 class SampleRotaryProcessor:
     """`FluxAttnProcessor` with rotary tables that differ between samples."""
 
@@ -67,9 +77,7 @@ class SampleRotaryProcessor:
             value = torch.cat([text_value, value], 1)
         assert image_rotary_emb is not None
         query, key = rotate(query, image_rotary_emb), rotate(key, image_rotary_emb)
-        mixed = F.scaled_dot_product_attention(
-            query.transpose(1, 2).to(value.dtype), key.transpose(1, 2).to(value.dtype), value.transpose(1, 2)
-        )
+        mixed = attend(*(x.transpose(1, 2).to(value.dtype) for x in (query, key, value)))
         flat = mixed.transpose(1, 2).flatten(2)
         if encoder_hidden_states is None:
             return flat
