@@ -505,5 +505,6 @@ void stencil_swiglu(const void *x, long x_step, long rows, long width, int halve
 }
 
 #include "cpu_bfloat16.c"
+#include "cpu_amx.h"
 
 #endif

@@ -128,6 +128,10 @@ class Kernels(PageKernels):
 
     def __init__(self, library: ctypes.CDLL, digest: str) -> None:
         super().__init__(library, digest)
+        self.has_tiles = bool(library.stencil_allow_tiles())
+        """Whether the CPU has AMX's tiles and the system lets this process use them."""
+        if self.has_tiles:
+            self.digest += " tiles"  # the library alone would not tell where the system refuses them
         of = {name.removeprefix("stencil_"): _function(library, name) for name in _SIGNATURES}
         self._half_interpolate = of["half_interpolate"]
         self._linear, self._half_linear = of["linear"], of["half_linear"]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.page_scheme import PageLayout
-from model_executor.cpu import cpu_features
+from model_executor.cpu import cpu_features, cpu_has_amx
 from model_executor.kernels import cpu_kernels as module
 from model_executor.kernels.attention import normalise_and_rotate_
 from model_executor.kernels.compiled_library import compiled_library
@@ -48,7 +48,7 @@ def portable(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     if not isinstance(best_kernels(), Kernels):
         pytest.skip("no compiled kernels on this machine")
     source, compiler = Path(module.__file__).with_suffix(".c"), shutil.which("cc") or ""
-    flags, folder = (*module._FLAGS, "-mno-avx512bf16"), tmp_path_factory.mktemp("portable")
+    flags, folder = (*module._FLAGS, "-mno-avx512bf16", "-mno-amx-tile"), tmp_path_factory.mktemp("portable")
     with compiled_library(source, compiler, flags, cpu_features(), folder) as library:
         return Kernels(ctypes.CDLL(str(library.path)), library.digest)
 
@@ -257,3 +257,10 @@ def test_sizes_without_products() -> None:
     assert not can_norm(draw(2, 24))
     assert not can_norm(torch.empty(2, 32))
     assert not can_read(draw(2, 1, 4, 24))
+
+
+def test_tiles_are_used_where_there_are_some(kernels: Kernels, portable: Kernels) -> None:
+    """And a digest tells, since results have other bits."""
+    assert kernels.has_tiles is cpu_has_amx()
+    assert kernels.digest.endswith(" tiles") is kernels.has_tiles
+    assert not portable.has_tiles
