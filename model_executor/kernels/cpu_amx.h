@@ -20,11 +20,15 @@ typedef struct {
     uint8_t rows[16];
 } TileShapes;
 
+/* Tiles may now be loaded of what was written before: gcc 12 does not know that a load, or LDTILECFG, reads memory. */
+static inline void written(void) { __asm__ volatile("" ::: "memory"); }
+
 /* Make all tiles 16 rows of 64 bytes, until `end_tiles`. Each function that uses tiles does so for itself, since oneDNN
  * has its own shapes. */
 static inline void begin_tiles(void) {
     TileShapes shapes = {.palette = 1};
     for (int t = 0; t < 8; t++) shapes.row_bytes[t] = 64, shapes.rows[t] = TILE;
+    written();
     _tile_loadconfig(&shapes);
 }
 

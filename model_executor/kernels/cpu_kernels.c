@@ -7,6 +7,7 @@
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 /* All parts that PyTorch asks for where it names a CPU's instruction set AVX512, and so does cpu_kernels.py. */
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
@@ -506,5 +507,6 @@ void stencil_swiglu(const void *x, long x_step, long rows, long width, int halve
 
 #include "cpu_bfloat16.c"
 #include "cpu_amx.h"
+#include "cpu_amx_linear.c"
 
 #endif

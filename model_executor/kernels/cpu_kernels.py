@@ -1,11 +1,11 @@
 """Compiled C kernels for one CPU core (`cpu_kernels.c`, `cpu_bfloat16.c`): page reading and, with AVX-512, the
-denoiser's products and attention, its norms in bfloat16, and the VAE's group norms.
+denoiser's products and attention, its norms in bfloat16, and the VAE's group norms. bfloat16 is multiplied by AMX where
+there is AMX.
 
 In a step of few tokens, calling oneDNN takes more time than some of its products, and so does waiting for weights from
 memory. And oneDNN's attention keeps scores in memory. The kernels are compiled with the machine's C compiler when they
 are first needed, in about two seconds, and kept for later processes (`compiled_library.py`).
-Without a compiler, or with more than one thread, PyTorch computes instead, and with AMX oneDNN multiplies bfloat16;
-results differ by rounding.
+Without a compiler, or with more than one thread, PyTorch computes instead; results differ by rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_long, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,15 @@ QUERIES = 64
 MIN_KEYS = 16
 TILE_KEYS = 192
 HALF_DEPTH = 1280
+
+TILE_DEPTH = 32
+SQUARE = 32
+BLOCK_DEPTH = 4096
+"""Inputs in a tile's row; rows and outputs that AMX's tiles compute at a time; inputs at a time. See
+cpu_amx_linear.c."""
+
+Order = Literal["oneDNN", "panels", "tiles"]
+"""Of packed weights: the one that oneDNN reads, or our kernels, in bfloat16 with AMX or otherwise."""
 
 _FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast", "-shared", "-fPIC")
 
@@ -81,6 +90,10 @@ _SIGNATURES: dict[str, list[Any]] = {
         *(c_void_p, c_long, c_int, c_void_p, c_void_p, c_int, c_int),
         *(POINTER(_Piece), c_int, POINTER(_Addition), c_void_p, c_void_p, c_long),
     ],
+    "stencil_tile_linear": [
+        *(c_void_p, c_long, c_int, c_void_p, c_void_p, c_int, c_int),
+        *(POINTER(_Piece), c_int, POINTER(_Addition), c_void_p, c_void_p, c_void_p, c_long),
+    ],
     "stencil_half_narrow_linear": [c_void_p, c_long, c_int, c_int, c_void_p, c_int, c_void_p, c_void_p],
     "stencil_half_attend": [
         *(c_void_p, c_long, c_int, c_int, c_int, c_float),
@@ -91,6 +104,10 @@ _SIGNATURES: dict[str, list[Any]] = {
     "stencil_half_add_gated": [c_void_p, c_void_p, c_long, c_int, c_void_p, c_float],
     "stencil_half_interpolate": [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_long],
 }
+
+
+_WITH_TILES = {"stencil_tile_linear"}
+"""Functions that a library has only if it is compiled for AMX."""
 
 
 class AddedProduct(NamedTuple):
@@ -132,9 +149,13 @@ class Kernels(PageKernels):
         """Whether the CPU has AMX's tiles and the system lets this process use them."""
         if self.has_tiles:
             self.digest += " tiles"  # the library alone would not tell where the system refuses them
-        of = {name.removeprefix("stencil_"): _function(library, name) for name in _SIGNATURES}
+        of = {
+            name.removeprefix("stencil_"): _function(library, name)
+            for name in _SIGNATURES
+            if name not in _WITH_TILES or self.has_tiles
+        }
         self._half_interpolate = of["half_interpolate"]
-        self._linear, self._half_linear = of["linear"], of["half_linear"]
+        self._linear, self._half_linear, self._tile_linear = of["linear"], of["half_linear"], of.get("tile_linear")
         self._narrow_linear = {torch.float32: of["narrow_linear"], torch.bfloat16: of["half_narrow_linear"]}
         self._attend = {torch.float32: of["attend"], torch.bfloat16: of["half_attend"]}
         self._normalise_and_rotate = {
@@ -148,6 +169,14 @@ class Kernels(PageKernels):
     def read(self, near: Tensor, near_scale: Tensor, far: Tensor | None, far_scale: Tensor | None, out: Tensor) -> None:
         """As `interpolate`, to bfloat16, see `can_read`; without far, near_scale * near."""
         _interpolated(self._half_interpolate, near, near_scale, far, far_scale, out)
+
+    def order(self, dtype: torch.dtype) -> Order:
+        """The order of weights that `linear` reads."""
+        return "tiles" if dtype == torch.bfloat16 and self.has_tiles else "panels"
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """The weight [out, in] in the order that `linear` reads."""
+        return pack_tiles(weight) if self.order(weight.dtype) == "tiles" else pack(weight)
 
     def linear(
         self,
@@ -172,6 +201,11 @@ class Kernels(PageKernels):
         tables, result = (table, len(table), additions), (out.data_ptr(), out.stride(0))
         if x.dtype == torch.float32:
             self._linear(*operands, *tables, *result)
+        elif self._tile_linear is not None:
+            depth, filled = _filled(inputs, TILE_DEPTH), _filled(rows if inputs % TILE_DEPTH else rows % SQUARE, SQUARE)
+            last, many = x.new_empty(filled, depth), _filled(rows, SQUARE) if depth > BLOCK_DEPTH else 0
+            room = torch.empty(many, _filled(outputs, SQUARE), dtype=torch.float32)
+            self._tile_linear(*operands, *tables, last.data_ptr(), room.data_ptr(), *result)
         else:
             room = torch.empty(rows if inputs > HALF_DEPTH else 0, PANEL, dtype=torch.float32)
             self._half_linear(*operands, *tables, room.data_ptr(), *result)
@@ -294,6 +328,20 @@ def pack(weight: Tensor, panel: int = PANEL) -> Tensor:
     return whole.view(-1, panel, weight.shape[1] // together, together).transpose(1, 2).flatten(2).contiguous()
 
 
+def pack_tiles(weight: Tensor) -> Tensor:
+    """The bfloat16 weight [out, in] in the order that products with AMX's tiles read: [out / SQUARE, in / TILE_DEPTH, 2,
+    pairs of inputs, outputs, 2]: squares of outputs, steps of inputs, two tiles; filled up with zeros."""
+    outputs, inputs = weight.shape
+    whole = F.pad(weight, (0, -inputs % TILE_DEPTH, 0, -outputs % SQUARE))
+    tiles = whole.view(-1, 2, SQUARE // 2, whole.shape[1] // TILE_DEPTH, TILE_DEPTH // 2, 2)
+    return tiles.permute(0, 3, 1, 4, 2, 5).contiguous()
+
+
+def _filled(number: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-number // step) * step
+
+
 def _check_dtypes(x: Tensor, *others: Tensor) -> None:
     if any(each.dtype != x.dtype for each in others):
         raise TypeError(f"a product of {', '.join(str(each.dtype) for each in (x, *others))}")
@@ -315,9 +363,9 @@ def _addition(added: AddedProduct) -> _Addition:
 
 
 def can_multiply(dtype: torch.dtype, inputs: int, outputs: int) -> bool:
-    """Whether `Kernels.linear` supports a layer of this size, and is a good choice."""
+    """Whether `Kernels.linear` supports a layer of this size."""
     if dtype == torch.bfloat16:
-        return inputs % 2 == 0 and _multiplies_bfloat16()
+        return inputs % 2 == 0
     return dtype == torch.float32 and outputs % PANEL == 0
 
 
