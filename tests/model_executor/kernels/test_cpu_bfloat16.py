@@ -21,7 +21,6 @@ from model_executor.kernels.cpu_kernels import (
     LANES,
     Kernels,
     best_kernels,
-    can_attend,
     can_multiply,
     can_norm,
     can_read,
@@ -42,15 +41,25 @@ def kernels() -> Kernels:
     return found
 
 
-@pytest.fixture(scope="module")
-def portable(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    """For a CPU with AVX-512 that does not multiply bfloat16."""
+def compiled(folder: Path, *flags: str) -> Kernels:
+    """With other instruction sets than those of this machine."""
     if not isinstance(best_kernels(), Kernels):
         pytest.skip("no compiled kernels on this machine")
     source, compiler = Path(module.__file__).with_suffix(".c"), shutil.which("cc") or ""
-    flags, folder = (*module._FLAGS, "-mno-avx512bf16", "-mno-amx-tile"), tmp_path_factory.mktemp("portable")
-    with compiled_library(source, compiler, flags, cpu_features(), folder) as library:
+    with compiled_library(source, compiler, (*module._FLAGS, *flags), cpu_features(), folder) as library:
         return Kernels(ctypes.CDLL(str(library.path)), library.digest)
+
+
+@pytest.fixture(scope="module")
+def untiled(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """For a CPU with AVX-512, but without AMX."""
+    return compiled(tmp_path_factory.mktemp("untiled"), "-mno-amx-tile")
+
+
+@pytest.fixture(scope="module")
+def portable(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """For a CPU with AVX-512 that does not multiply bfloat16."""
+    return compiled(tmp_path_factory.mktemp("portable"), "-mno-avx512bf16", "-mno-amx-tile")
 
 
 def draw(*size: int) -> Tensor:
@@ -130,28 +139,61 @@ def attend(kernels: Kernels, query: Tensor, key_value: Tensor) -> Tensor:
     return wide[:, 8:]
 
 
+def exact_attention(query: Tensor, key_value: Tensor) -> Tensor:
+    scores = query.double().transpose(0, 1) @ key_value[0].double().transpose(1, 2) / query.shape[2] ** 0.5
+    return (scores.softmax(-1) @ key_value[1].double()).transpose(0, 1).flatten(1)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 16), (50, 280), (70, 17), (49, 193), (130, 384), (20, 209)])
-def test_attend(kernels: Kernels, portable: Kernels, queries: int, keys: int, head_dim: int) -> None:
+def test_attend(kernels: Kernels, untiled: Kernels, portable: Kernels, queries: int, keys: int, head_dim: int) -> None:
     """Selected queries have the same bits as among all."""
     query, key_value = draw(queries, 3, 3, head_dim)[:, 0] * 3, draw(2, 3, keys, head_dim)
-    weights = query.double().transpose(0, 1) @ key_value[0].double().transpose(1, 2) / head_dim**0.5
-    exact = (weights.softmax(-1) @ key_value[1].double()).transpose(0, 1).flatten(1)
+    exact = exact_attention(query, key_value)
+    for each in (kernels, untiled):
+        out = attend(each, query, key_value)
+        torch.testing.assert_close(out.double(), exact, rtol=2 * CLOSE, atol=5e-3)
+        for count in (1, 2, 17, 33, 48, 64):
+            chosen = torch.randperm(queries)[:count]
+            assert torch.equal(attend(each, query[chosen], key_value), out[chosen])
+    assert same_bits(attend(portable, query, key_value), attend(untiled, query, key_value))
+
+
+@pytest.mark.parametrize("head_dim", [1, 16, 40, 63, 72, 96, 160])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (17, 31), (50, 257), (33, 545)])
+def test_attend_with_tiles(kernels: Kernels, queries: int, keys: int, head_dim: int) -> None:
+    """Heads of any width, and any number of keys, of which those that fill up a tile have no weight."""
+    if not kernels.has_tiles:
+        pytest.skip("no AMX")
+    query, key_value = draw(queries, 3, 2, head_dim)[:, 1] * 3, draw(2, 2, keys, head_dim) + 3
+    assert kernels.can_attend(query, keys)
     out = attend(kernels, query, key_value)
-    torch.testing.assert_close(out.double(), exact, rtol=2 * CLOSE, atol=5e-3)
-    assert same_bits(attend(portable, query, key_value), out)
-    for count in (1, 2, 17, 33, 48, 64):
-        chosen = torch.randperm(queries)[:count]
-        assert torch.equal(attend(kernels, query[chosen], key_value), out[chosen])
+    torch.testing.assert_close(out.double(), exact_attention(query, key_value), rtol=2 * CLOSE, atol=5e-3)
+    for chosen in (torch.randperm(queries)[:16], torch.arange(queries).flip(0)):
+        assert same_bits(attend(kernels, query[chosen], key_value), out[chosen])
 
 
-@pytest.mark.parametrize("place", [3, 250])
-def test_attend_survives_large_scores(kernels: Kernels, place: int) -> None:
+@pytest.mark.parametrize("place", [3, 250, 299])
+@pytest.mark.parametrize("size", [100.0, 1000.0])
+def test_attend_survives_large_scores(kernels: Kernels, untiled: Kernels, place: int, size: float) -> None:
     """In the first tile of keys, or in a later one, after which nothing is left of those before."""
     key_value = torch.ones(2, 1, 300, 64, dtype=torch.bfloat16)
-    key_value[0, 0, place], key_value[1, 0, place] = 100.0, 5.0
-    out = attend(kernels, torch.full((2, 1, 64), 100.0, dtype=torch.bfloat16), key_value)
-    assert (out == 5.0).all()
+    key_value[0, 0, place], key_value[1, 0, place] = size, 5.0
+    for each in (kernels, untiled):
+        query = torch.full((2, 1, 64), size, dtype=torch.bfloat16)
+        assert (attend(each, query, key_value) == 5.0).all()
+        assert (attend(each, -query, key_value)[:, :64] == 1.0).all()
+
+
+def test_attention_to_denormal_numbers(kernels: Kernels, untiled: Kernels) -> None:
+    """They count as zeros: as queries and keys, after which all keys weigh alike, and as values."""
+    tiny = torch.full((2, 1, 40, 64), 1e-39).bfloat16()
+    values = torch.cat([tiny[:1] * 0 + 100, draw(1, 1, 40, 64)])
+    for each in (kernels, untiled):
+        assert (attend(each, draw(3, 1, 64), tiny) == 0).all()
+        mean = values[1, 0].double().mean(0).expand(3, 64)
+        out = attend(each, tiny[0].transpose(0, 1)[:3], values)
+        torch.testing.assert_close(out.double(), mean, rtol=CLOSE, atol=1e-5)
 
 
 @pytest.mark.parametrize(("tokens", "kinds", "head_dim"), [(1, 1, 16), (9, 2, 64), (50, 2, 128)])
@@ -245,9 +287,7 @@ def test_with_amx_products_are_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -
     for has_amx in (False, True):
         monkeypatch.setattr(module, "cpu_has_amx", lambda has_amx=has_amx: has_amx)
         assert can_multiply(torch.bfloat16, 64, 24) is not has_amx
-        assert can_attend(draw(1, 2, 64), 16) is not has_amx
         assert can_multiply(torch.float32, 64, 64)
-        assert can_attend(torch.empty(1, 2, 64), 16)
 
 
 def test_sizes_without_products() -> None:
@@ -264,3 +304,6 @@ def test_tiles_are_used_where_there_are_some(kernels: Kernels, portable: Kernels
     assert kernels.has_tiles is cpu_has_amx()
     assert kernels.digest.endswith(" tiles") is kernels.has_tiles
     assert not portable.has_tiles
+    assert kernels.can_attend(draw(1, 2, 24), 5) is kernels.has_tiles
+    assert not portable.can_attend(draw(1, 2, 24), 5)
+    assert portable.can_attend(draw(1, 2, 64), 16)
