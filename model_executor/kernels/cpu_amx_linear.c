@@ -42,34 +42,33 @@ static inline __attribute__((always_inline)) void square(const half *upper, long
     const half *lower = upper + TILE * x_step;
     int row = 0, rows = pending->rows, each = (rows * TILE_DEPTH + depth - 1) / depth;
     if (first) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+        TILE_ZERO(2);
+        TILE_ZERO(3);
     } else {
-        written();
-        _tile_loadd(0, sums, step * 4);
-        _tile_loadd(1, sums + TILE, step * 4);
-        _tile_loadd(2, sums + TILE * step, step * 4);
-        _tile_loadd(3, sums + TILE * step + TILE, step * 4);
+        TILE_LOAD(0, sums, step * 4);
+        TILE_LOAD(1, sums + TILE, step * 4);
+        TILE_LOAD(2, sums + TILE * step, step * 4);
+        TILE_LOAD(3, sums + TILE * step + TILE, step * 4);
     }
     for (int k = 0; k < depth; k += TILE_DEPTH, weight += SQUARE * TILE_DEPTH) {
-        _tile_loadd(6, weight, 64);
-        _tile_loadd(4, upper + k, x_step * 2);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, weight + TILE * TILE_DEPTH, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, lower + k, x_step * 2);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+        TILE_LOAD(6, weight, 64);
+        TILE_LOAD(4, upper + k, x_step * 2);
+        TILE_DOT(0, 4, 6);
+        TILE_LOAD(7, weight + TILE * TILE_DEPTH, 64);
+        TILE_DOT(1, 4, 7);
+        TILE_LOAD(5, lower + k, x_step * 2);
+        TILE_DOT(2, 5, 6);
+        TILE_DOT(3, 5, 7);
         for (int i = 0; i < lines; i++, next += TILE_DEPTH) __builtin_prefetch(next, 0, 2);
         for (int stop = row + each < rows ? row + each : rows; row < stop; row++) finish_row(pending, row, gelu);
     }
     for (; row < rows; row++) finish_row(pending, row, gelu);
-    _tile_stored(0, sums, step * 4);
-    _tile_stored(1, sums + TILE, step * 4);
-    _tile_stored(2, sums + TILE * step, step * 4);
-    _tile_stored(3, sums + TILE * step + TILE, step * 4);
+    TILE_STORE(0, sums, step * 4);
+    TILE_STORE(1, sums + TILE, step * 4);
+    TILE_STORE(2, sums + TILE * step, step * 4);
+    TILE_STORE(3, sums + TILE * step + TILE, step * 4);
 }
 
 /* Adds the pieces' additions to the sums of `count` rows, from `row` on, and the SQUARE outputs from n on. */
@@ -155,7 +154,6 @@ void stencil_tile_linear(const half *x, long x_step, int inputs, const half *wei
     int depth = (inputs + TILE_DEPTH - 1) / TILE_DEPTH * TILE_DEPTH;
     memset(last, 0, (rows - whole + SQUARE - 1) / SQUARE * SQUARE * depth * sizeof(half));
     for (long r = whole; r < rows; r++) memcpy(last + (r - whole) * depth, x + r * x_step, inputs * sizeof(half));
-    written();
     begin_tiles();
     TileRows all_rows = {x, x_step, last, whole, rows};
     if (gelu)

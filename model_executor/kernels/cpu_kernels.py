@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.cache_folder import user_cache_folder
-from model_executor.cpu import cpu_features, cpu_has_amx
+from model_executor.cpu import cpu_features
 from model_executor.kernels.compiled_library import CompileError, compiled_library
 
 logger = logging.getLogger("stencil.worker")
@@ -90,10 +90,6 @@ _SIGNATURES: dict[str, list[Any]] = {
         *(c_void_p, c_long, c_int, c_void_p, c_void_p, c_int, c_int),
         *(POINTER(_Piece), c_int, POINTER(_Addition), c_void_p, c_void_p, c_long),
     ],
-    "stencil_tile_linear": [
-        *(c_void_p, c_long, c_int, c_void_p, c_void_p, c_int, c_int),
-        *(POINTER(_Piece), c_int, POINTER(_Addition), c_void_p, c_void_p, c_void_p, c_long),
-    ],
     "stencil_half_narrow_linear": [c_void_p, c_long, c_int, c_int, c_void_p, c_int, c_void_p, c_void_p],
     "stencil_half_attend": [
         *(c_void_p, c_long, c_int, c_int, c_int, c_float),
@@ -105,9 +101,14 @@ _SIGNATURES: dict[str, list[Any]] = {
     "stencil_half_interpolate": [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_long],
 }
 
-
-_WITH_TILES = {"stencil_tile_linear"}
-"""Functions that a library has only if it is compiled for AMX."""
+_TILE_SIGNATURES: dict[str, list[Any]] = {
+    "stencil_tile_attend": _SIGNATURES["stencil_half_attend"],
+    "stencil_tile_linear": [
+        *(c_void_p, c_long, c_int, c_void_p, c_void_p, c_int, c_int),
+        *(POINTER(_Piece), c_int, POINTER(_Addition), c_void_p, c_void_p, c_void_p, c_long),
+    ],
+}
+"""Of the functions that a library has only on CPUs with AMX."""
 
 
 class AddedProduct(NamedTuple):
@@ -149,15 +150,16 @@ class Kernels(PageKernels):
         """Whether the CPU has AMX's tiles and the system lets this process use them."""
         if self.has_tiles:
             self.digest += " tiles"  # the library alone would not tell where the system refuses them
-        of = {
-            name.removeprefix("stencil_"): _function(library, name)
-            for name in _SIGNATURES
-            if name not in _WITH_TILES or self.has_tiles
-        }
+        names = [*_SIGNATURES, *(_TILE_SIGNATURES if self.has_tiles else ())]
+        of = {name.removeprefix("stencil_"): _function(library, name) for name in names}
         self._half_interpolate = of["half_interpolate"]
         self._linear, self._half_linear, self._tile_linear = of["linear"], of["half_linear"], of.get("tile_linear")
         self._narrow_linear = {torch.float32: of["narrow_linear"], torch.bfloat16: of["half_narrow_linear"]}
         self._attend = {torch.float32: of["attend"], torch.bfloat16: of["half_attend"]}
+        if self.has_tiles:
+            self._attend[torch.bfloat16] = of["tile_attend"]
+            library.stencil_tile_room.restype = c_long
+            self._tile_room: Callable[[int, int], int] = library.stencil_tile_room
         self._normalise_and_rotate = {
             torch.float32: of["normalise_and_rotate"],
             torch.bfloat16: of["half_normalise_and_rotate"],
@@ -223,13 +225,22 @@ class Kernels(PageKernels):
         self._narrow_linear[x.dtype](x.data_ptr(), *sizes, weight.data_ptr(), outputs, factors, out.data_ptr())
         return out
 
+    def can_attend(self, query: Tensor, keys: int) -> bool:
+        """Whether `attend` supports these, whatever the number of queries. With tiles it supports all in bfloat16."""
+        if query.dtype == torch.bfloat16 and self.has_tiles:
+            return True
+        is_supported = query.dtype in (torch.float32, torch.bfloat16)
+        return is_supported and query.shape[2] % PANEL == 0 and keys >= MIN_KEYS
+
     def attend(self, query: Tensor, key_value: Tensor, out: Tensor) -> None:
         """Attention, see `can_attend`. query: [queries, heads, head dim], each query contiguous; key_value: [2, heads,
-        keys, head dim]. Writes to out, [queries, heads * head dim] with contiguous rows."""
+        keys, head dim], contiguous. Writes to out, [queries, heads * head dim] with contiguous rows."""
         queries, heads, width = query.shape
         keys = key_value.shape[2]
         if query.dtype == torch.float32:
             room = query.new_empty((width + keys + 1) * QUERIES)
+        elif self.has_tiles:
+            room = torch.empty(self._tile_room(width, keys), dtype=torch.uint8)
         else:
             room = query.new_empty((keys + 1 + 3 * QUERIES) * width + 4 * (TILE_KEYS + MIN_KEYS) * QUERIES)
         key = key_value.data_ptr()
@@ -386,20 +397,9 @@ def can_quantise(x: Tensor) -> bool:
     return x.dtype in (torch.float32, torch.bfloat16) and x.stride(3) == 1 and x.shape[3] % LANES == 0
 
 
-def can_attend(query: Tensor, keys: int) -> bool:
-    """Whether `Kernels.attend` supports these, whatever the number of queries, and is a good choice."""
-    is_supported = query.dtype == torch.float32 or (query.dtype == torch.bfloat16 and _multiplies_bfloat16())
-    return is_supported and query.shape[2] % PANEL == 0 and keys >= MIN_KEYS
-
-
 def can_norm(x: Tensor) -> bool:
     """Whether `Kernels.norm` and `add_gated_` support rows of this hidden state, [tokens, width]."""
     return x.dtype == torch.bfloat16 and x.shape[1] % LANES == 0 and x.is_contiguous()
-
-
-def _multiplies_bfloat16() -> bool:
-    """Whether our products in bfloat16 are a good choice. They do not use AMX, with which oneDNN is faster."""
-    return not cpu_has_amx()
 
 
 def can_normalise(x: Tensor) -> bool:
@@ -458,6 +458,6 @@ def _interpolated(
 
 def _function(library: ctypes.CDLL, name: str) -> Callable[..., None]:
     function = getattr(library, name)
-    function.argtypes, function.restype = _SIGNATURES[name], None
+    function.argtypes, function.restype = (_SIGNATURES | _TILE_SIGNATURES)[name], None
     call: Callable[..., None] = function
     return call
