@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from core.errors import ConfigError
@@ -92,17 +91,13 @@ def engines(name: str, dtype: str) -> dict[str, dict[str, int]]:
 def hashes(path: str, dtype: str, asked: Sequence[Case], flags: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """(edit, hash) of every edit alone, and once more with all of them in one batch.
 
-    The second time every template is cached, so each mask-aware edit is hashed both cold and warm. In bfloat16 on a CPU
-    with AMX there is no second time: matrix products round differently there with the number of rows, so that a picture
-    depends on which edits happen to share its steps.
+    The second time every template is cached, so each mask-aware edit is hashed both cold and warm.
     """
     settings: dict[str, Any] = {"model": path, **flags} if path else {**flags}
     names, edits, samplings = zip(*asked, strict=True)
     with ImageEngine(**settings, dtype=dtype, image_workers=1) as engine:
         for name, edit, sampling in zip(names, edits, samplings, strict=True):
             yield f"{name}/alone", _digest(engine.generate([edit], sampling, use_tqdm=False)[0])
-        if dtype != "float32" and torch.cpu._is_amx_tile_supported():
-            return
         together = engine.generate(list(edits), list(samplings), use_tqdm=False)
         yield from ((f"{name}/together", _digest(result)) for name, result in zip(names, together, strict=True))
 

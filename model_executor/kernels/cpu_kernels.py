@@ -414,6 +414,13 @@ def best_kernels() -> Kernels | None:
     return kernels if isinstance(kernels, Kernels) else None
 
 
+def has_tiles() -> bool:
+    """Whether our kernels multiply bfloat16 with AMX's tiles here. Products by oneDNN do, too, but in them a row's bits
+    depend on the number of rows."""
+    kernels = best_kernels()
+    return kernels is not None and kernels.has_tiles
+
+
 def best_page_kernels() -> PageKernels | None:
     """The fastest kernels of this CPU: without AVX-512, those alone that read pages."""
     return _compiled() if torch.get_num_threads() == 1 else None

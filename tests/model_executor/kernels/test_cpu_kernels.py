@@ -16,7 +16,6 @@ from diffusers.models.transformers.transformer_flux2 import Flux2SwiGLU
 from torch import Tensor
 
 from core.page_scheme import PageDtype
-from model_executor.cpu import cpu_has_amx
 from model_executor.kernels import cpu_kernels as module
 from model_executor.kernels.attention import normalise_and_rotate_
 from model_executor.kernels.cpu_kernels import (
@@ -322,8 +321,6 @@ def test_denoiser_on_kernels(
     """Equal to PyTorch's operators within rounding. Own content gives the bits of the exact pass, and so does any
     batch.
     """
-    if dtype == torch.bfloat16 and cpu_has_amx():
-        pytest.skip("products in bfloat16 are oneDNN's")
     module = deepcopy(flux).to(dtype)
     denoiser, rows = FluxTransformer(module, 1000), [in_dtype(make_row(seed), dtype) for seed in (0, 1)]
     exact = [denoiser.forward([row])[0] for row in rows]
