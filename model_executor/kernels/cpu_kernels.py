@@ -16,7 +16,8 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_long, c_void_p
-from functools import cache
+from functools import cache, lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +28,7 @@ from torch import Tensor
 from core.cache_folder import user_cache_folder
 from model_executor.cpu import cpu_features
 from model_executor.kernels.compiled_library import CompileError, compiled_library
+from model_executor.kernels.ragged import Span
 
 logger = logging.getLogger("stencil.worker")
 
@@ -47,6 +49,9 @@ cpu_amx_linear.c."""
 
 Order = Literal["oneDNN", "panels", "tiles"]
 """Of packed weights: the one that oneDNN reads, or our kernels, in bfloat16 with AMX or otherwise."""
+
+KEPT_TABLES = 1024
+"""Spans of rows, as C reads them, that are kept: a step asks for a few dozen times for a few of them."""
 
 _FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast", "-shared", "-fPIC")
 
@@ -96,8 +101,10 @@ _SIGNATURES: dict[str, list[Any]] = {
         *(c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_long),
     ],
     "stencil_half_normalise_and_rotate": [c_void_p, c_long, c_int, c_int, c_int, c_float, c_void_p, c_void_p],
-    "stencil_half_norm": [c_void_p, c_long, c_int, c_float, c_void_p, c_void_p, c_void_p],
-    "stencil_half_add_gated": [c_void_p, c_void_p, c_long, c_int, c_void_p, c_float],
+    "stencil_half_norm": [
+        *(c_void_p, c_int, c_float, POINTER(c_long), c_int, c_void_p, c_long, c_void_p, c_long, c_void_p)
+    ],
+    "stencil_half_add_gated": [c_void_p, c_void_p, c_int, POINTER(c_long), c_int, c_void_p, c_long, c_float],
     "stencil_half_interpolate": [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_long],
 }
 
@@ -198,16 +205,14 @@ class Kernels(PageKernels):
         x = x if x.stride(1) == 1 else x.contiguous()
         (rows, inputs), outputs = x.shape, len(bias)
         out = x.new_empty(rows, outputs) if out is None else out
-        table, additions = _tables(pieces or ((0, rows, ()),))
+        table, additions = _tables(pieces) if pieces else _whole(rows)
         operands = x.data_ptr(), x.stride(0), inputs, weight.data_ptr(), bias.data_ptr(), outputs, gelu
         tables, result = (table, len(table), additions), (out.data_ptr(), out.stride(0))
         if x.dtype == torch.float32:
             self._linear(*operands, *tables, *result)
         elif self._tile_linear is not None:
-            depth, filled = _filled(inputs, TILE_DEPTH), _filled(rows if inputs % TILE_DEPTH else rows % SQUARE, SQUARE)
-            last, many = x.new_empty(filled, depth), _filled(rows, SQUARE) if depth > BLOCK_DEPTH else 0
-            room = torch.empty(many, _filled(outputs, SQUARE), dtype=torch.float32)
-            self._tile_linear(*operands, *tables, last.data_ptr(), room.data_ptr(), *result)
+            rooms = _tile_rooms(x, outputs)
+            self._tile_linear(*operands, *tables, *(None if room is None else room.data_ptr() for room in rooms), *result)
         else:
             room = torch.empty(rows if inputs > HALF_DEPTH else 0, PANEL, dtype=torch.float32)
             self._half_linear(*operands, *tables, room.data_ptr(), *result)
@@ -249,19 +254,25 @@ class Kernels(PageKernels):
         operands = query.data_ptr(), *sizes, key, value, keys, room.data_ptr()
         self._attend[query.dtype](*operands, out.data_ptr(), out.stride(0))
 
-    def norm(self, x: Tensor, eps: float, factor: Tensor, shift: Tensor | None, out: Tensor) -> None:
-        """Layer norm of each row of x, times factor, plus shift; without shift a root-mean-square norm, times factor.
-        x, out: [rows, width]; factor, shift: [width]; all contiguous, in bfloat16, see `can_norm`."""
-        rows, width = x.shape
-        factors = factor.data_ptr(), None if shift is None else shift.data_ptr()
-        self._norm(x.data_ptr(), rows, width, eps, *factors, out.data_ptr())
+    def norm(
+        self, x: Tensor, where: Sequence[Span], eps: float, factor: Tensor, shift: Tensor | None, out: Tensor
+    ) -> None:
+        """Layer norm of each row of some spans of x, times the span's factor, plus its shift; without shift a
+        root-mean-square norm, times factor. x: [rows, width]; out: [rows, width], one span after the other; factor,
+        shift: [spans, width] with contiguous rows. In bfloat16, see `can_norm`."""
+        shifts = (None, 0) if shift is None else (shift.data_ptr(), shift.stride(0))
+        operands = x.data_ptr(), x.shape[1], eps, _span_table(tuple(where)), len(where)
+        self._norm(*operands, factor.data_ptr(), factor.stride(0), *shifts, out.data_ptr())
 
-    def add_gated_(self, x: Tensor, y: Tensor, gate: Tensor, norm_eps: float | None) -> None:
-        """x += gate * y, or gate * the root-mean-square norm of y. x, y: [rows, width]; gate: [width]; all contiguous,
-        in bfloat16, see `can_norm`. norm_eps: of the norm; None: there is none."""
-        rows, width = x.shape
+    def add_gated_(
+        self, x: Tensor, where: Sequence[Span], y: Tensor, gate: Tensor, norm_eps: float | None
+    ) -> None:
+        """x += gate * y, or gate * the root-mean-square norm of y, for some spans of x. x: [rows, width]; y: [rows,
+        width], contiguous, one span after the other; gate: [spans, width] with contiguous rows. In bfloat16, see
+        `can_norm`. norm_eps: of the norm; None: there is none."""
         eps = -1.0 if norm_eps is None else norm_eps
-        self._add_gated(x.data_ptr(), y.data_ptr(), rows, width, gate.data_ptr(), eps)
+        operands = x.data_ptr(), y.data_ptr(), x.shape[1], _span_table(tuple(where)), len(where)
+        self._add_gated(*operands, gate.data_ptr(), gate.stride(0), eps)
 
     def gelu_(self, x: Tensor) -> Tensor:
         """The tanh approximation of GELU in place, see `can_gelu`. 6 million numbers took 0.28 of PyTorch's time."""
@@ -348,9 +359,31 @@ def pack_tiles(weight: Tensor) -> Tensor:
     return tiles.permute(0, 3, 1, 4, 2, 5).contiguous()
 
 
+def _tile_rooms(x: Tensor, outputs: int) -> tuple[Tensor | None, Tensor | None]:
+    """What `stencil_tile_linear` works in: its `last` and `room`, where it needs them."""
+    rows, inputs = x.shape
+    depth, others = _filled(inputs, TILE_DEPTH), rows if inputs % TILE_DEPTH else rows % SQUARE
+    last = x.new_empty(_filled(others, SQUARE), depth) if others else None
+    is_deep = depth > BLOCK_DEPTH
+    room = torch.empty(_filled(rows, SQUARE), _filled(outputs, SQUARE), dtype=torch.float32) if is_deep else None
+    return last, room
+
+
 def _filled(number: int, step: int) -> int:
     """The next multiple of `step`."""
     return -(-number // step) * step
+
+
+@lru_cache(KEPT_TABLES)
+def _span_table(where: tuple[Span, ...]) -> Any:
+    """The spans as C reads them."""
+    return (c_long * (2 * len(where)))(*chain.from_iterable(where))
+
+
+@lru_cache(KEPT_TABLES)
+def _whole(rows: int) -> tuple[Any, Any]:
+    """As `_tables`, of rows that nothing is added to."""
+    return _tables(((0, rows, ()),))
 
 
 def _check_dtypes(x: Tensor, *others: Tensor) -> None:

@@ -169,8 +169,8 @@ def test_denormal_numbers_count_as_zeros_everywhere(kernels: Kernels, portable: 
     for each in (kernels, portable):
         normed, added, out = torch.empty_like(x), torch.zeros_like(x), torch.empty(2, 1, 1, 64, dtype=torch.bfloat16)
         assert torch.equal(each.linear(root, each.pack(weight), -tiny, gelu=False).float(), least)
-        each.norm(x, 1e-6, tiny, None, normed)
-        each.add_gated_(added, root, root[0] / 2, None)
+        each.norm(x, [(0, 1)], 1e-6, tiny[None], None, normed)
+        each.add_gated_(added, [(0, 1)], root, root / 2, None)
         each.read(page, scale, None, None, out)
         turned = x.clone().view(1, 1, 1, 64)
         each.normalise_and_rotate_(turned, rotary, 1e-6, torch.ones(1, 1, 64))
@@ -268,30 +268,44 @@ def test_normalise_and_rotate(kernels: Kernels, portable: Kernels, tokens: int, 
     assert same_bits(other, qkv)
 
 
+SPANS = [(0, 3), (4, 8), (8, 9)]
+"""Of a matrix of 9 rows; row 3 is in none."""
+
+
 @pytest.mark.parametrize("has_shift", [True, False])
-def test_norm(kernels: Kernels, portable: Kernels, has_shift: bool) -> None:
-    """A layer norm, also of numbers far from zero, and a root-mean-square norm."""
-    x, factor, shift = draw(9, 48) + torch.randint(-20, 20, (9, 1)), draw(48), draw(48) if has_shift else None
-    ours, theirs = torch.empty_like(x), torch.empty_like(x)
+@pytest.mark.parametrize("width", [48, 64])
+def test_norm(kernels: Kernels, portable: Kernels, width: int, has_shift: bool) -> None:
+    """A layer norm, also of numbers far from zero, and a root-mean-square norm; of each span, with its own factors."""
+    x = draw(9, width) + torch.randint(-20, 20, (9, 1))
+    factor, shift = draw(3, 2 * width)[:, :width], draw(3, width + 8)[:, 8:] if has_shift else None
+    ours, theirs = x.new_empty(8, width), x.new_empty(8, width)
     assert can_norm(x)
-    kernels.norm(x, 1e-6, factor, shift, ours)
-    portable.norm(x, 1e-6, factor, shift, theirs)
-    if shift is None:
-        exact = F.rms_norm(x.double(), (48,), factor.double(), 1e-6)
-    else:
-        exact = F.layer_norm(x.double(), (48,), factor.double(), shift.double(), 1e-6)
-    torch.testing.assert_close(ours.double(), exact, rtol=CLOSE, atol=1e-4)
+    kernels.norm(x, SPANS, 1e-6, factor, shift, ours)
+    portable.norm(x, SPANS, 1e-6, factor, shift, theirs)
+    for number, ((start, stop), its) in enumerate(zip(SPANS, ours.split([3, 4, 1]), strict=True)):
+        rows, weight = x[start:stop].double(), factor[number].double()
+        if shift is None:
+            exact = F.rms_norm(rows, (width,), weight, 1e-6)
+        else:
+            exact = F.layer_norm(rows, (width,), weight, shift[number].double(), 1e-6)
+        torch.testing.assert_close(its.double(), exact, rtol=CLOSE, atol=1e-4)
     assert same_bits(theirs, ours)
 
 
 @pytest.mark.parametrize("eps", [None, 1e-6])
-def test_add_gated(kernels: Kernels, portable: Kernels, eps: float | None) -> None:
-    x, y, gate = draw(9, 48), draw(9, 48) * 5, draw(48)
+@pytest.mark.parametrize("width", [48, 64])
+def test_add_gated(kernels: Kernels, portable: Kernels, width: int, eps: float | None) -> None:
+    """To the rows of each span, times the span's gate; other rows keep their bits."""
+    x, y, gate = draw(9, width), draw(8, width) * 5, draw(3, 2 * width)[:, width:]
     ours, theirs = x.clone(), x.clone()
-    kernels.add_gated_(ours, y, gate, eps)
-    portable.add_gated_(theirs, y, gate, eps)
-    change = y.double() if eps is None else F.rms_norm(y.double(), (48,), None, eps)
-    torch.testing.assert_close(ours.double(), x.double() + gate.double() * change, rtol=CLOSE, atol=1e-5)
+    kernels.add_gated_(ours, SPANS, y, gate, eps)
+    portable.add_gated_(theirs, SPANS, y, gate, eps)
+    change = y.double() if eps is None else F.rms_norm(y.double(), (width,), None, eps)
+    exact = x.double()
+    for (start, stop), its, factor in zip(SPANS, change.split([3, 4, 1]), gate.double(), strict=True):
+        exact[start:stop] += factor * its
+    torch.testing.assert_close(ours.double(), exact, rtol=CLOSE, atol=1e-5)
+    assert torch.equal(ours[3], x[3])
     assert same_bits(theirs, ours)
 
 
