@@ -1,13 +1,14 @@
 /* Attention in bfloat16 with AMX's tiles (cpu_amx.h); a part of cpu_kernels.c.
  *
- * As in Dao et al., FlashAttention (2022), 32 queries see 256 keys at a time: their scores never leave the first-level
+ * As in Dao et al., FlashAttention (2022), 32 queries see 96 keys at a time: their scores never leave the first-level
  * cache. A query's bits depend on that query, and on the keys and values in their order: each tile's rows are computed
  * alike, whatever the others are, and rows and keys that fill up a tile are zeros that no result contains.
  */
 #ifdef HAS_TILES
+#include <string.h>
 
 #define TILE_QUERIES (2 * TILE)
-#define KEYS 96               /* keys at a time */
+#define KEYS 96                /* keys at a time */
 #define SLACK 16               /* weights may be as large as 2^SLACK */
 #define ROW (KEYS + TILE)      /* from one query's scores to the next one's, so that tiles do not share cache sets */
 #define NUMBERS (TILE * TILE_DEPTH)
@@ -18,16 +19,53 @@ static inline __mmask32 first_ones(int number) {
     return number >= TILE_DEPTH ? 0xffffffff : (__mmask32)((1u << (number < 0 ? 0 : number)) - 1);
 }
 
-/* tile [16 pairs, 16 keys, 2] = 16 rows of 16 pairs, `step` numbers apart. */
-static inline void turn_tile(const half *rows, long step, half *tile) {
+static inline __m512 to_floats(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
+
+/* Where keys and values come from: rows that were computed, and a page, dequantised as by stencil_half_interpolate. */
+typedef struct {
+    const half *computed_keys, *computed_values; /* [rows, heads, width] */
+    long row_step, head_step;                    /* numbers from one row, and one head, to the next */
+    const int *where;                            /* [keys]: the row, or -1: the page has it; 0: all are rows, in order */
+    const int8_t *near, *far;                    /* [2, heads, tokens, width]; far may be 0 */
+    const float *near_scale, *far_scale;         /* [2, heads, tokens] */
+    long kind_step, page_head_step, scale_kind_step, scale_head_step;
+    int first; /* the key that is the page's first token */
+} Keys;
+
+/* The row [width] of one key (kind 0) or value (kind 1), which may be put into `room`, [depth]. */
+static inline const half *row_of(const Keys *keys, int kind, int head, int k, int width, half *room) {
+    const half *computed = kind ? keys->computed_values : keys->computed_keys;
+    int row = keys->where ? keys->where[k] : k, token = k - keys->first;
+    if (row >= 0) return computed + row * keys->row_step + head * keys->head_step;
+    long numbers = kind * keys->kind_step + head * keys->page_head_step + (long)token * width;
+    long scale = kind * keys->scale_kind_step + head * keys->scale_head_step + token;
+    __m512 x = _mm512_set1_ps(keys->near_scale[scale]);
+    __m512 y = _mm512_set1_ps(keys->far ? keys->far_scale[scale] : 0);
+    for (int d = 0; d < width; d += TILE_DEPTH) {
+        __m256i near = _mm256_maskz_loadu_epi8(first_ones(width - d), keys->near + numbers + d);
+        __m512 low = to_floats(_mm256_castsi256_si128(near)), high = to_floats(_mm256_extracti128_si256(near, 1));
+        if (keys->far) {
+            __m256i far = _mm256_maskz_loadu_epi8(first_ones(width - d), keys->far + numbers + d);
+            low = _mm512_fmadd_ps(x, low, _mm512_mul_ps(y, to_floats(_mm256_castsi256_si128(far))));
+            high = _mm512_fmadd_ps(x, high, _mm512_mul_ps(y, to_floats(_mm256_extracti128_si256(far, 1))));
+        } else
+            low = _mm512_mul_ps(x, low), high = _mm512_mul_ps(x, high);
+        _mm512_store_si512(room + d, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+    return room;
+}
+
+/* tile [16 pairs, 16 keys, 2] = 16 rows of 16 pairs. */
+static inline void turn_tile(const half *const *rows, int d, half *tile) {
     __m512i four[16], x[16];
     _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
         _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++) { /* 4 pairs, from c * 4 on, of keys i, i + 4, ... */
-            const half *part = rows + i * step + c * 8;
-            __m512i y = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)part));
-            y = _mm512_mask_broadcast_i32x4(y, 0x00f0, _mm_loadu_si128((const __m128i *)(part + 4 * step)));
-            y = _mm512_mask_broadcast_i32x4(y, 0x0f00, _mm_loadu_si128((const __m128i *)(part + 8 * step)));
-            four[c * 4 + i] = _mm512_mask_broadcast_i32x4(y, 0xf000, _mm_loadu_si128((const __m128i *)(part + 12 * step)));
+            int at = d + c * 8;
+            __m512i y = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(rows[i] + at)));
+            y = _mm512_mask_broadcast_i32x4(y, 0x00f0, _mm_loadu_si128((const __m128i *)(rows[i + 4] + at)));
+            y = _mm512_mask_broadcast_i32x4(y, 0x0f00, _mm_loadu_si128((const __m128i *)(rows[i + 8] + at)));
+            y = _mm512_mask_broadcast_i32x4(y, 0xf000, _mm_loadu_si128((const __m128i *)(rows[i + 12] + at)));
+            four[c * 4 + i] = y;
         }
     _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++) {
         __m512i *y = four + c * 4;
@@ -39,37 +77,42 @@ static inline void turn_tile(const half *rows, long step, half *tile) {
     _Pragma("GCC unroll 16") for (int p = 0; p < 16; p++) _mm512_store_si512(tile + p * TILE_DEPTH, x[p]);
 }
 
-/* Keys as the second operand of scores, and zeros for those that are missing. key: [keys, width]; out: tiles [keys / 16,
- * depth / 32] of [16 pairs of numbers, 16 keys, 2]. */
-static void turn_keys(const half *key, int keys, int width, half *out) {
-    half some[NUMBERS] __attribute__((aligned(64)));
-    for (int k = 0; k < filled_up(keys); k += TILE)
-        for (int d = 0; d < width; d += TILE_DEPTH, out += NUMBERS)
-            if (k + TILE <= keys && d + TILE_DEPTH <= width)
-                turn_tile(key + (long)k * width + d, width, out);
-            else {
-                for (int i = 0; i < TILE; i++) {
-                    __mmask32 there = k + i < keys ? first_ones(width - d) : 0;
-                    __m512i row = _mm512_maskz_loadu_epi16(there, key + (long)(k + i) * width + d);
-                    _mm512_store_si512(some + i * TILE_DEPTH, row);
-                }
-                turn_tile(some, TILE_DEPTH, out);
-            }
+/* Values of a head as the second operand of its results, and zeros for those that are missing: 32 rows of `width` numbers
+ * become tiles [depth / 16] of [16 pairs of keys, 16 numbers, 2]. Two tiles share 32 numbers, by fours: `put_in_order`. */
+static inline void pair_rows_of_tile(const half *const *rows, int width, half *out) {
+    for (int p = 0; p < TILE; p++)
+        for (int d = 0; d < width; d += TILE_DEPTH) {
+            half *pair = out + TILE_DEPTH * (d + p);
+            __m512i even = _mm512_maskz_loadu_epi16(first_ones(width - d), rows[2 * p] + d);
+            __m512i odd = _mm512_maskz_loadu_epi16(first_ones(width - d), rows[2 * p + 1] + d);
+            _mm512_store_si512(pair, _mm512_unpacklo_epi16(even, odd));
+            _mm512_store_si512(pair + NUMBERS, _mm512_unpackhi_epi16(even, odd));
+        }
 }
 
-/* Values as the second operand of results, and zeros for those that are missing. value: [keys, width]; out: tiles [keys
- * / 32, depth / 16] of [16 pairs of keys, 16 numbers, 2]. Two tiles share 32 numbers, by fours: `put_in_order`. */
-static void pair_values(const half *value, int keys, int width, half *out) {
+/* A head's keys as the second operand of scores, and zeros for those that are missing: tiles [keys / 16, depth / 32] of
+ * [16 pairs of numbers, 16 keys, 2]; and its values, tiles [keys / 32, depth / 16]. room: [33, depth]. */
+static void read_head(const Keys *source, int head, int keys, int width, half *room, half *turned, half *paired) {
+    const half *rows[TILE_DEPTH];
     int depth = filled_up(width);
-    for (int k = 0; k < filled_up(keys); k += 2) {
-        half *row = out + (long)(k / TILE_DEPTH) * TILE_DEPTH * depth + k % TILE_DEPTH / 2 * TILE_DEPTH;
-        for (int d = 0; d < width; d += TILE_DEPTH, row += 2 * NUMBERS) {
-            __mmask32 some = first_ones(width - d);
-            const half *pair = value + (long)k * width + d;
-            __m512i even = _mm512_maskz_loadu_epi16(k < keys ? some : 0, pair);
-            __m512i odd = _mm512_maskz_loadu_epi16(k + 1 < keys ? some : 0, pair + width);
-            _mm512_store_si512(row, _mm512_unpacklo_epi16(even, odd));
-            _mm512_store_si512(row + NUMBERS, _mm512_unpackhi_epi16(even, odd));
+    half *zeros = room + TILE_DEPTH * depth;
+    memset(zeros, 0, depth * sizeof(half));
+    for (int k = 0; k < keys; k += TILE_DEPTH, turned += TILE_DEPTH * depth, paired += TILE_DEPTH * depth) {
+        for (int i = 0; i < TILE_DEPTH; i++)
+            rows[i] = k + i < keys ? row_of(source, 1, head, k + i, width, room + i * depth) : zeros;
+        pair_rows_of_tile(rows, width, paired);
+        for (int i = 0; i < TILE_DEPTH; i++) {
+            half *its = room + i * depth;
+            rows[i] = k + i < keys ? row_of(source, 0, head, k + i, width, its) : zeros;
+            if (width == depth || rows[i] == zeros) continue;
+            int last = depth - TILE_DEPTH; /* numbers of another head would follow */
+            if (rows[i] != its) memcpy(its, rows[i], last * sizeof(half));
+            _mm512_store_si512(its + last, _mm512_maskz_loadu_epi16(first_ones(width - last), rows[i] + last));
+            rows[i] = its;
+        }
+        for (int d = 0; d < depth; d += TILE_DEPTH) {
+            turn_tile(rows, d, turned + TILE * d);
+            turn_tile(rows + TILE, d, turned + TILE * (depth + d));
         }
     }
 }
@@ -207,8 +250,8 @@ static inline void soften_row(Block *block, int q, int number, float factor, int
 
 /* Bytes that stencil_tile_attend works in. */
 long stencil_tile_room(int width, int keys) {
-    long depth = filled_up(width), of_block = TILE_QUERIES * (ROW * sizeof(float) + depth * (sizeof(float) + sizeof(half)));
-    return 64 + of_block + 2 * filled_up(keys) * depth * (long)sizeof(half);
+    long depth = filled_up(width), numbers = TILE_QUERIES * depth + (TILE_DEPTH + 1) * depth + 2 * filled_up(keys) * depth;
+    return 64 + TILE_QUERIES * (ROW + depth) * (long)sizeof(float) + numbers * (long)sizeof(half);
 }
 
 /* Scores of keys that are not there, from `number` on, become such that their weights are zeros. */
@@ -239,20 +282,21 @@ static void finish_block(const Block *block, int width, half *out, long out_step
     }
 }
 
-/* As stencil_half_attend, of heads of any width; room: bytes, stencil_tile_room(width, keys). */
+/* As stencil_half_attend, of heads of any width, with keys from several places. room: bytes, stencil_tile_room(width,
+ * keys). */
 void stencil_tile_attend(const half *query, long query_step, int queries, int heads, int width, float scale,
-                         const half *key, const half *value, int keys, void *room, half *out, long out_step) {
+                         const Keys *source, int keys, void *room, half *out, long out_step) {
     unsigned before = begin_computing();
     begin_tiles();
     int depth = filled_up(width);
-    float factor = scale * 1.44269504f;
+    float factor = scale * 1.44269504f; /* 1 / log(2): weights are powers of 2 */
     Block block;
     block.scores = (float *)(((uintptr_t)room + 63) / 64 * 64), block.sums = block.scores + TILE_QUERIES * ROW;
     block.query = (half *)(block.sums + TILE_QUERIES * depth);
-    half *turned = block.query + TILE_QUERIES * depth, *paired = turned + (long)filled_up(keys) * depth;
-    for (int h = 0; h < heads; h++, key += (long)keys * width, value += (long)keys * width) {
-        turn_keys(key, keys, width, turned);
-        pair_values(value, keys, width, paired);
+    half *rows = block.query + TILE_QUERIES * depth, *turned = rows + (TILE_DEPTH + 1) * depth;
+    half *paired = turned + (long)filled_up(keys) * depth;
+    for (int h = 0; h < heads; h++) {
+        read_head(source, h, keys, width, rows, turned, paired);
         for (int begin = 0; begin < queries; begin += TILE_QUERIES) {
             int count = queries - begin < TILE_QUERIES ? queries - begin : TILE_QUERIES;
             begin_block(&block, query + begin * query_step + h * width, query_step, count, width);
