@@ -19,7 +19,12 @@ static inline __mmask32 first_ones(int number) {
     return number >= TILE_DEPTH ? 0xffffffff : (__mmask32)((1u << (number < 0 ? 0 : number)) - 1);
 }
 
-static inline __m512 to_floats(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
+/* Up to 16 numbers. */
+static inline __m512 read_bytes(const int8_t *p, int number) {
+    __m128i bytes = number >= LANES ? _mm_loadu_si128((const __m128i *)p)
+                                    : _mm_maskz_loadu_epi8((__mmask16)first_ones(number), p);
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+}
 
 /* Where keys and values come from: rows that were computed, and a page, dequantised as by stencil_half_interpolate. */
 typedef struct {
@@ -42,12 +47,12 @@ static inline const half *row_of(const Keys *keys, int kind, int head, int k, in
     __m512 x = _mm512_set1_ps(keys->near_scale[scale]);
     __m512 y = _mm512_set1_ps(keys->far ? keys->far_scale[scale] : 0);
     for (int d = 0; d < width; d += TILE_DEPTH) {
-        __m256i near = _mm256_maskz_loadu_epi8(first_ones(width - d), keys->near + numbers + d);
-        __m512 low = to_floats(_mm256_castsi256_si128(near)), high = to_floats(_mm256_extracti128_si256(near, 1));
+        const int8_t *near = keys->near + numbers + d, *far = keys->far + numbers + d;
+        int others = width - d - LANES;
+        __m512 low = read_bytes(near, width - d), high = read_bytes(near + LANES, others);
         if (keys->far) {
-            __m256i far = _mm256_maskz_loadu_epi8(first_ones(width - d), keys->far + numbers + d);
-            low = _mm512_fmadd_ps(x, low, _mm512_mul_ps(y, to_floats(_mm256_castsi256_si128(far))));
-            high = _mm512_fmadd_ps(x, high, _mm512_mul_ps(y, to_floats(_mm256_extracti128_si256(far, 1))));
+            low = _mm512_fmadd_ps(x, low, _mm512_mul_ps(y, read_bytes(far, width - d)));
+            high = _mm512_fmadd_ps(x, high, _mm512_mul_ps(y, read_bytes(far + LANES, others)));
         } else
             low = _mm512_mul_ps(x, low), high = _mm512_mul_ps(x, high);
         _mm512_store_si512(room + d, (__m512i)_mm512_cvtne2ps_pbh(high, low));
