@@ -133,9 +133,7 @@ class ModelCheckpoint:
             raise ConfigError("--offload host: on a CPU all weights are in host memory anyway; leave it out")
         path = _locate(model.model, model.variant)
         index = _read_index(path)
-        dtype, why = resolve_dtype(
-            model.dtype, device, lambda: _float32_bytes(path, model), model_bytes, model.kernels
-        )
+        dtype, why = resolve_dtype(model.dtype, device, lambda: _float32_bytes(path, model), model_bytes, model.kernels)
         computing = model.kernels, model.cuda_graphs, model.offload, model.batch_invariant
         defaults, wishes = _read_defaults(path), (model.variant, model.quantization, *computing)
         checkpoint = cls(path, index, defaults, dtype, device, *wishes, why_dtype=why)

@@ -66,6 +66,16 @@ class _Addition(Structure):
     )
 
 
+class _Keys(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("computed_keys", "computed_values")),
+        *((name, c_long) for name in ("row_step", "head_step")),
+        *((name, c_void_p) for name in ("where", "near", "far", "near_scale", "far_scale")),
+        *((name, c_long) for name in ("kind_step", "page_head_step", "scale_kind_step", "scale_head_step")),
+        ("first", c_int),
+    )
+
+
 class _Piece(Structure):
     _fields_ = (("start", c_long), ("stop", c_long), ("first", c_long), ("count", c_long))
 
@@ -109,7 +119,10 @@ _SIGNATURES: dict[str, list[Any]] = {
 }
 
 _TILE_SIGNATURES: dict[str, list[Any]] = {
-    "stencil_tile_attend": _SIGNATURES["stencil_half_attend"],
+    "stencil_tile_attend": [
+        *(c_void_p, c_long, c_int, c_int, c_int, c_float),
+        *(POINTER(_Keys), c_int, c_void_p, c_void_p, c_long),
+    ],
     "stencil_tile_linear": [
         *(c_void_p, c_long, c_int, c_void_p, c_void_p, c_int, c_int),
         *(POINTER(_Piece), c_int, POINTER(_Addition), c_void_p, c_void_p, c_void_p, c_long),
@@ -124,6 +137,15 @@ class AddedProduct(NamedTuple):
     low: Tensor
     up: Tensor  # [outputs / PANEL, depth, PANEL]
     columns: Tensor  # int32 [outputs / PANEL], the first column of `low` for each panel; -1: nothing is added to it
+
+
+class PageRows(NamedTuple):
+    """Keys and values of a block on a page: near_scale * near + far_scale * far, or without far the first product."""
+
+    near: Tensor  # int8 [2, heads, tokens, head dim], each head contiguous
+    near_scale: Tensor  # float32 [2, heads, tokens, 1]
+    far: Tensor | None
+    far_scale: Tensor | None
 
 
 Piece = tuple[int, int, Sequence[AddedProduct]]
@@ -164,7 +186,7 @@ class Kernels(PageKernels):
         self._narrow_linear = {torch.float32: of["narrow_linear"], torch.bfloat16: of["half_narrow_linear"]}
         self._attend = {torch.float32: of["attend"], torch.bfloat16: of["half_attend"]}
         if self.has_tiles:
-            self._attend[torch.bfloat16] = of["tile_attend"]
+            self._tile_attend = of["tile_attend"]
             library.stencil_tile_room.restype = c_long
             self._tile_room: Callable[[int, int], int] = library.stencil_tile_room
         self._normalise_and_rotate = {
@@ -212,7 +234,9 @@ class Kernels(PageKernels):
             self._linear(*operands, *tables, *result)
         elif self._tile_linear is not None:
             rooms = _tile_rooms(x, outputs)
-            self._tile_linear(*operands, *tables, *(None if room is None else room.data_ptr() for room in rooms), *result)
+            self._tile_linear(
+                *operands, *tables, *(None if room is None else room.data_ptr() for room in rooms), *result
+            )
         else:
             room = torch.empty(rows if inputs > HALF_DEPTH else 0, PANEL, dtype=torch.float32)
             self._half_linear(*operands, *tables, room.data_ptr(), *result)
@@ -240,12 +264,12 @@ class Kernels(PageKernels):
     def attend(self, query: Tensor, key_value: Tensor, out: Tensor) -> None:
         """Attention, see `can_attend`. query: [queries, heads, head dim], each query contiguous; key_value: [2, heads,
         keys, head dim], contiguous. Writes to out, [queries, heads * head dim] with contiguous rows."""
+        if query.dtype == torch.bfloat16 and self.has_tiles:
+            return self.attend_to_parts(query, key_value.permute(2, 0, 1, 3), None, None, 0, out)
         queries, heads, width = query.shape
         keys = key_value.shape[2]
         if query.dtype == torch.float32:
             room = query.new_empty((width + keys + 1) * QUERIES)
-        elif self.has_tiles:
-            room = torch.empty(self._tile_room(width, keys), dtype=torch.uint8)
         else:
             room = query.new_empty((keys + 1 + 3 * QUERIES) * width + 4 * (TILE_KEYS + MIN_KEYS) * QUERIES)
         key = key_value.data_ptr()
@@ -253,6 +277,35 @@ class Kernels(PageKernels):
         sizes = query.stride(0), queries, heads, width, width**-0.5
         operands = query.data_ptr(), *sizes, key, value, keys, room.data_ptr()
         self._attend[query.dtype](*operands, out.data_ptr(), out.stride(0))
+
+    def attend_to_parts(
+        self,
+        query: Tensor,
+        computed: Tensor,
+        where: Tensor | None,
+        page: PageRows | None,
+        first: int,
+        out: Tensor,
+    ) -> None:
+        """Attention in bfloat16 with tiles, to keys and values that were computed and to those of a page. query, out:
+        as for `attend`. computed: [rows, 2, heads, head dim], each head contiguous. where: int32 [keys], of each key
+        its row in these, or -1 if it is token `key - first` of the page; None: all rows, in order."""
+        queries, heads, width = query.shape
+        keys = len(computed) if where is None else len(where)
+        values = computed.data_ptr() + computed.stride(1) * computed.element_size()
+        source = _Keys(computed.data_ptr(), values, computed.stride(0), computed.stride(2))
+        source.where, source.first = None if where is None else where.data_ptr(), first
+        if page is not None:
+            source.near, source.near_scale = page.near.data_ptr(), page.near_scale.data_ptr()
+            if page.far is not None and page.far_scale is not None:
+                source.far, source.far_scale = page.far.data_ptr(), page.far_scale.data_ptr()
+                assert page.far.stride() == page.near.stride()
+                assert page.far_scale.stride() == page.near_scale.stride()
+            source.kind_step, source.page_head_step = page.near.stride()[:2]
+            source.scale_kind_step, source.scale_head_step = page.near_scale.stride()[:2]
+        room = torch.empty(self._tile_room(width, keys), dtype=torch.uint8)
+        operands = query.data_ptr(), query.stride(0), queries, heads, width, width**-0.5
+        self._tile_attend(*operands, source, keys, room.data_ptr(), out.data_ptr(), out.stride(0))
 
     def norm(
         self, x: Tensor, where: Sequence[Span], eps: float, factor: Tensor, shift: Tensor | None, out: Tensor
@@ -264,9 +317,7 @@ class Kernels(PageKernels):
         operands = x.data_ptr(), x.shape[1], eps, _span_table(tuple(where)), len(where)
         self._norm(*operands, factor.data_ptr(), factor.stride(0), *shifts, out.data_ptr())
 
-    def add_gated_(
-        self, x: Tensor, where: Sequence[Span], y: Tensor, gate: Tensor, norm_eps: float | None
-    ) -> None:
+    def add_gated_(self, x: Tensor, where: Sequence[Span], y: Tensor, gate: Tensor, norm_eps: float | None) -> None:
         """x += gate * y, or gate * the root-mean-square norm of y, for some spans of x. x: [rows, width]; y: [rows,
         width], contiguous, one span after the other; gate: [spans, width] with contiguous rows. In bfloat16, see
         `can_norm`. norm_eps: of the norm; None: there is none."""
@@ -351,8 +402,9 @@ def pack(weight: Tensor, panel: int = PANEL) -> Tensor:
 
 
 def pack_tiles(weight: Tensor) -> Tensor:
-    """The bfloat16 weight [out, in] in the order that products with AMX's tiles read: [out / SQUARE, in / TILE_DEPTH, 2,
-    pairs of inputs, outputs, 2]: squares of outputs, steps of inputs, two tiles; filled up with zeros."""
+    """The bfloat16 weight [out, in] in the order that products with AMX's tiles read: [out / SQUARE, in / TILE_DEPTH,
+    2, TILE_DEPTH / 2, SQUARE / 2, 2]: squares of outputs, steps of inputs, two tiles of pairs of inputs by outputs. It
+    is filled up with zeros."""
     outputs, inputs = weight.shape
     whole = F.pad(weight, (0, -inputs % TILE_DEPTH, 0, -outputs % SQUARE))
     tiles = whole.view(-1, 2, SQUARE // 2, whole.shape[1] // TILE_DEPTH, TILE_DEPTH // 2, 2)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.kernels.attention import KeysValues
-from model_executor.kernels.cpu_kernels import Kernels, PageKernels, can_read
+from model_executor.kernels.cpu_kernels import Kernels, PageKernels, PageRows, can_read
+from model_executor.kernels.tile_attention import PlacedKeysValues
 
 INT8_MAX = 127
 
@@ -109,6 +110,12 @@ class PageReader:
             out.copy_(wide)
 
     def read_over(self, block: int, keys_values: KeysValues, fresh: Tensor, rows: Tensor) -> None:
+        """As `Reader.read_over`."""
+        if self._near_scales is not None and isinstance(keys_values, PlacedKeysValues):
+            if self._wait is not None:
+                self._wait(block)
+            page = PageRows(self._near[block], self._near_scales(block), *self._further(block))
+            return keys_values.place(page, fresh, rows)
         self.read(block, keys_values.image)
         keys_values.put(fresh, rows)
 

@@ -197,7 +197,8 @@ def attend(kernels: Kernels, query: Tensor, key_value: Tensor) -> Tensor:
 
 def exact_attention(query: Tensor, key_value: Tensor) -> Tensor:
     scores = query.double().transpose(0, 1) @ key_value[0].double().transpose(1, 2) / query.shape[2] ** 0.5
-    return (scores.softmax(-1) @ key_value[1].double()).transpose(0, 1).flatten(1)
+    attended: Tensor = (scores.softmax(-1) @ key_value[1].double()).transpose(0, 1).flatten(1)
+    return attended
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
