@@ -28,6 +28,7 @@ from torch import Tensor
 from core.cache_folder import user_cache_folder
 from model_executor.cpu import cpu_features
 from model_executor.kernels.compiled_library import CompileError, compiled_library
+from model_executor.kernels.huge_pages import HugePages
 from model_executor.kernels.ragged import Span
 
 logger = logging.getLogger("stencil.worker")
@@ -175,6 +176,7 @@ class Kernels(PageKernels):
 
     def __init__(self, library: ctypes.CDLL, digest: str) -> None:
         super().__init__(library, digest)
+        self._huge_pages = HugePages()
         self.has_tiles = bool(library.stencil_allow_tiles())
         """Whether the CPU has AMX's tiles and the system lets this process use them."""
         if self.has_tiles:
@@ -206,8 +208,8 @@ class Kernels(PageKernels):
         return "tiles" if dtype == torch.bfloat16 and self.has_tiles else "panels"
 
     def pack(self, weight: Tensor) -> Tensor:
-        """The weight [out, in] in the order that `linear` reads."""
-        return pack_tiles(weight) if self.order(weight.dtype) == "tiles" else pack(weight)
+        """The weight [out, in] in the order that `linear` reads, in huge pages."""
+        return self._huge_pages.put(pack_tiles(weight) if self.order(weight.dtype) == "tiles" else pack(weight))
 
     def linear(
         self,
