@@ -416,11 +416,11 @@ def pack_tiles(weight: Tensor) -> Tensor:
 def _tile_rooms(x: Tensor, outputs: int) -> tuple[Tensor | None, Tensor | None]:
     """What `stencil_tile_linear` works in: its `last` and `room`, where it needs them."""
     rows, inputs = x.shape
-    depth, others = _filled(inputs, TILE_DEPTH), rows if inputs % TILE_DEPTH else rows % SQUARE
-    last = x.new_empty(_filled(others, SQUARE), depth) if others else None
-    is_deep = depth > BLOCK_DEPTH
-    room = torch.empty(_filled(rows, SQUARE), _filled(outputs, SQUARE), dtype=torch.float32) if is_deep else None
-    return last, room
+    if not inputs % TILE_DEPTH and inputs <= BLOCK_DEPTH:
+        return None, None
+    depth, wide = _filled(inputs, TILE_DEPTH), _filled(outputs, SQUARE)
+    room = torch.empty(_filled(rows, SQUARE), wide, dtype=torch.float32) if depth > BLOCK_DEPTH else None
+    return x.new_empty(_filled(rows, SQUARE), depth), room
 
 
 def _filled(number: int, step: int) -> int:
