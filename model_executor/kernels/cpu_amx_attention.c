@@ -30,22 +30,31 @@ static inline __m512 read_bytes(const int8_t *p, int number) {
 typedef struct {
     const half *computed_keys, *computed_values; /* [rows, heads, width] */
     long row_step, head_step;                    /* numbers from one row, and one head, to the next */
-    const int *where;                            /* [keys]: the row, or -1: the page has it; 0: all are rows, in order */
+    const int64_t *rows; /* [num_rows]: their keys; 0: all are rows, in order */
+    long num_rows;
     const int8_t *near, *far;                    /* [2, heads, tokens, width]; far may be 0 */
     const float *near_scale, *far_scale;         /* [2, heads, tokens] */
     long kind_step, page_head_step, scale_kind_step, scale_head_step;
-    int first; /* the key that is the page's first token */
+    float near_weight, far_weight; /* what the scales are multiplied with */
+    int first;                     /* the key that is the page's first token */
 } Keys;
 
-/* The row [width] of one key (kind 0) or value (kind 1), which may be put into `room`, [depth]. */
-static inline const half *row_of(const Keys *keys, int kind, int head, int k, int width, half *room) {
+/* where [keys]: each key's row, or -1: the page has it. Of several rows the first one counts. */
+static void find_rows(const Keys *keys, int number, int *where) {
+    for (int k = 0; k < number; k++) where[k] = keys->rows ? -1 : k;
+    for (long i = keys->num_rows - 1; keys->rows && i >= 0; i--) where[keys->rows[i]] = (int)i;
+}
+
+/* The numbers [width] of one key (kind 0) or value (kind 1), which may be put into `room`, [depth]. row: as `find_rows`
+ * found it. */
+static inline const half *row_of(const Keys *keys, int kind, int head, int k, int row, int width, half *room) {
     const half *computed = kind ? keys->computed_values : keys->computed_keys;
-    int row = keys->where ? keys->where[k] : k, token = k - keys->first;
+    int token = k - keys->first;
     if (row >= 0) return computed + row * keys->row_step + head * keys->head_step;
     long numbers = kind * keys->kind_step + head * keys->page_head_step + (long)token * width;
     long scale = kind * keys->scale_kind_step + head * keys->scale_head_step + token;
-    __m512 x = _mm512_set1_ps(keys->near_scale[scale]);
-    __m512 y = _mm512_set1_ps(keys->far ? keys->far_scale[scale] : 0);
+    __m512 x = _mm512_set1_ps(keys->near_scale[scale] * keys->near_weight);
+    __m512 y = _mm512_set1_ps(keys->far ? keys->far_scale[scale] * keys->far_weight : 0);
     for (int d = 0; d < width; d += TILE_DEPTH) {
         const int8_t *near = keys->near + numbers + d, *far = keys->far + numbers + d;
         int others = width - d - LANES;
@@ -97,18 +106,19 @@ static inline void pair_rows_of_tile(const half *const *rows, int width, half *o
 
 /* A head's keys as the second operand of scores, and zeros for those that are missing: tiles [keys / 16, depth / 32] of
  * [16 pairs of numbers, 16 keys, 2]; and its values, tiles [keys / 32, depth / 16]. room: [33, depth]. */
-static void read_head(const Keys *source, int head, int keys, int width, half *room, half *turned, half *paired) {
+static void read_head(const Keys *source, int head, int keys, const int *where, int width, half *room, half *turned,
+                      half *paired) {
     const half *rows[TILE_DEPTH];
     int depth = filled_up(width);
     half *zeros = room + TILE_DEPTH * depth;
     memset(zeros, 0, depth * sizeof(half));
     for (int k = 0; k < keys; k += TILE_DEPTH, turned += TILE_DEPTH * depth, paired += TILE_DEPTH * depth) {
         for (int i = 0; i < TILE_DEPTH; i++)
-            rows[i] = k + i < keys ? row_of(source, 1, head, k + i, width, room + i * depth) : zeros;
+            rows[i] = k + i < keys ? row_of(source, 1, head, k + i, where[k + i], width, room + i * depth) : zeros;
         pair_rows_of_tile(rows, width, paired);
         for (int i = 0; i < TILE_DEPTH; i++) {
             half *its = room + i * depth;
-            rows[i] = k + i < keys ? row_of(source, 0, head, k + i, width, its) : zeros;
+            rows[i] = k + i < keys ? row_of(source, 0, head, k + i, where[k + i], width, its) : zeros;
             if (width == depth || rows[i] == zeros) continue;
             int last = depth - TILE_DEPTH; /* numbers of another head would follow */
             if (rows[i] != its) memcpy(its, rows[i], last * sizeof(half));
@@ -256,7 +266,7 @@ static inline void soften_row(Block *block, int q, int number, float factor, int
 /* Bytes that stencil_tile_attend works in. */
 long stencil_tile_room(int width, int keys) {
     long depth = filled_up(width), numbers = TILE_QUERIES * depth + (TILE_DEPTH + 1) * depth + 2 * filled_up(keys) * depth;
-    return 64 + TILE_QUERIES * (ROW + depth) * (long)sizeof(float) + numbers * (long)sizeof(half);
+    return 64 + keys * (long)sizeof(int) + TILE_QUERIES * (ROW + depth) * (long)sizeof(float) + numbers * (long)sizeof(half);
 }
 
 /* Scores of keys that are not there, from `number` on, become such that their weights are zeros. */
@@ -300,8 +310,10 @@ void stencil_tile_attend(const half *query, long query_step, int queries, int he
     block.query = (half *)(block.sums + TILE_QUERIES * depth);
     half *rows = block.query + TILE_QUERIES * depth, *turned = rows + (TILE_DEPTH + 1) * depth;
     half *paired = turned + (long)filled_up(keys) * depth;
+    int *where = (int *)(paired + (long)filled_up(keys) * depth);
+    find_rows(source, keys, where);
     for (int h = 0; h < heads; h++) {
-        read_head(source, h, keys, width, rows, turned, paired);
+        read_head(source, h, keys, where, width, rows, turned, paired);
         for (int begin = 0; begin < queries; begin += TILE_QUERIES) {
             int count = queries - begin < TILE_QUERIES ? queries - begin : TILE_QUERIES;
             begin_block(&block, query + begin * query_step + h * width, query_step, count, width);

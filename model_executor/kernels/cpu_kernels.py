@@ -71,9 +71,10 @@ class _Keys(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("computed_keys", "computed_values")),
         *((name, c_long) for name in ("row_step", "head_step")),
-        *((name, c_void_p) for name in ("where", "near", "far", "near_scale", "far_scale")),
+        *(("rows", c_void_p), ("num_rows", c_long)),
+        *((name, c_void_p) for name in ("near", "far", "near_scale", "far_scale")),
         *((name, c_long) for name in ("kind_step", "page_head_step", "scale_kind_step", "scale_head_step")),
-        ("first", c_int),
+        *(("near_weight", c_float), ("far_weight", c_float), ("first", c_int)),
     )
 
 
@@ -140,13 +141,35 @@ class AddedProduct(NamedTuple):
     columns: Tensor  # int32 [outputs / PANEL], the first column of `low` for each panel; -1: nothing is added to it
 
 
-class PageRows(NamedTuple):
-    """Keys and values of a block on a page: near_scale * near + far_scale * far, or without far the first product."""
+class Keyframe(NamedTuple):
+    """Keys and values of a block at one keyframe, or at two, which are added up: weight * scales * values."""
 
-    near: Tensor  # int8 [2, heads, tokens, head dim], each head contiguous
-    near_scale: Tensor  # float32 [2, heads, tokens, 1]
-    far: Tensor | None
-    far_scale: Tensor | None
+    values: Tensor  # int8 [2, heads, tokens, head dim], each head contiguous
+    scales: Tensor  # float32 [2, heads, tokens, 1]
+    weight: float
+
+
+class Others(NamedTuple):
+    """The keys and values of an image that were not computed, which are on a page, and where the computed ones are."""
+
+    near: Keyframe
+    far: Keyframe | None
+    rows: Tensor  # int64 [computed rows], the key that each of them is; those before the image are all computed
+    first: int  # the key that is the image's first token
+
+    def add_to(self, source: _Keys) -> int:
+        """Tell the kernel. Returns the number of keys."""
+        source.rows, source.num_rows, source.first = self.rows.data_ptr(), len(self.rows), self.first
+        (values, scales, source.near_weight), far = self.near, self.far
+        source.near, source.near_scale = values.data_ptr(), scales.data_ptr()
+        source.kind_step, source.page_head_step = values.stride()[:2]
+        source.scale_kind_step, source.scale_head_step = scales.stride()[:2]
+        if far is not None:
+            assert far.values.stride() == values.stride()
+            assert far.scales.stride() == scales.stride()
+            source.far, source.far_scale = far.values.data_ptr(), far.scales.data_ptr()
+            source.far_weight = far.weight
+        return self.first + values.shape[2]
 
 
 Piece = tuple[int, int, Sequence[AddedProduct]]
@@ -267,7 +290,7 @@ class Kernels(PageKernels):
         """Attention, see `can_attend`. query: [queries, heads, head dim], each query contiguous; key_value: [2, heads,
         keys, head dim], contiguous. Writes to out, [queries, heads * head dim] with contiguous rows."""
         if query.dtype == torch.bfloat16 and self.has_tiles:
-            return self.attend_to_parts(query, key_value.permute(2, 0, 1, 3), None, None, 0, out)
+            return self.attend_to_parts(query, key_value.permute(2, 0, 1, 3), None, out)
         queries, heads, width = query.shape
         keys = key_value.shape[2]
         if query.dtype == torch.float32:
@@ -280,31 +303,14 @@ class Kernels(PageKernels):
         operands = query.data_ptr(), *sizes, key, value, keys, room.data_ptr()
         self._attend[query.dtype](*operands, out.data_ptr(), out.stride(0))
 
-    def attend_to_parts(
-        self,
-        query: Tensor,
-        computed: Tensor,
-        where: Tensor | None,
-        page: PageRows | None,
-        first: int,
-        out: Tensor,
-    ) -> None:
-        """Attention in bfloat16 with tiles, to keys and values that were computed and to those of a page. query, out:
-        as for `attend`. computed: [rows, 2, heads, head dim], each head contiguous. where: int32 [keys], of each key
-        its row in these, or -1 if it is token `key - first` of the page; None: all rows, in order."""
+    def attend_to_parts(self, query: Tensor, computed: Tensor, others: Others | None, out: Tensor) -> None:
+        """Attention in bfloat16 with tiles, to keys and values where they are. query, out: as for `attend`. computed:
+        [rows, 2, heads, head dim], each head contiguous. others: None if that are all of them, in order."""
         queries, heads, width = query.shape
-        keys = len(computed) if where is None else len(where)
         values = computed.data_ptr() + computed.stride(1) * computed.element_size()
-        source = _Keys(computed.data_ptr(), values, computed.stride(0), computed.stride(2))
-        source.where, source.first = None if where is None else where.data_ptr(), first
-        if page is not None:
-            source.near, source.near_scale = page.near.data_ptr(), page.near_scale.data_ptr()
-            if page.far is not None and page.far_scale is not None:
-                source.far, source.far_scale = page.far.data_ptr(), page.far_scale.data_ptr()
-                assert page.far.stride() == page.near.stride()
-                assert page.far_scale.stride() == page.near_scale.stride()
-            source.kind_step, source.page_head_step = page.near.stride()[:2]
-            source.scale_kind_step, source.scale_head_step = page.near_scale.stride()[:2]
+        source, keys = _Keys(computed.data_ptr(), values, computed.stride(0), computed.stride(2)), len(computed)
+        if others is not None:
+            keys = others.add_to(source)
         room = torch.empty(self._tile_room(width, keys), dtype=torch.uint8)
         operands = query.data_ptr(), query.stride(0), queries, heads, width, width**-0.5
         self._tile_attend(*operands, source, keys, room.data_ptr(), out.data_ptr(), out.stride(0))

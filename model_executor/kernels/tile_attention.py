@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from model_executor.kernels.attention import KeysValues, KeyValueSource, Sizes, head_major
-from model_executor.kernels.cpu_kernels import Kernels, PageRows
+from model_executor.kernels.cpu_kernels import Kernels, Keyframe, Others
 from model_executor.kernels.ragged import Span
 
 
@@ -22,10 +21,8 @@ class PlacedKeysValues(KeysValues):
 
     def __init__(self, joint: Tensor, text_tokens: int) -> None:
         super().__init__(joint, text_tokens)
-        self._rows: Tensor | None = None  # those that `_where` is made of
-        self._where = torch.empty(0, dtype=torch.int32)
         self._computed = self._joint_rows = joint.permute(2, 0, 1, 3)
-        self._page: PageRows | None = None
+        self._others: Others | None = None
 
     def put(self, fresh: Tensor, rows: Tensor | None) -> None:
         """As `KeysValues.put`."""
@@ -34,26 +31,21 @@ class PlacedKeysValues(KeysValues):
         else:
             super().put(fresh, rows)
             self._computed = self._joint_rows
-        self._page = None
+        self._others = None
 
-    def place(self, page: PageRows, fresh: Tensor, rows: Tensor) -> None:
-        """Take the image's keys and values from a page, and then these rows, text before image, from `fresh`, [rows, 2,
+    def place(self, near: Keyframe, far: Keyframe | None, fresh: Tensor, rows: Tensor) -> None:
+        """Take the image's keys and values from a page, and these rows, text before image, from `fresh`, [rows, 2,
         heads, head dim]. All must stay as they are until `attend`."""
-        if rows is not self._rows:
-            numbers = torch.arange(len(rows), dtype=torch.int32)
-            self._rows, self._where = rows, torch.full((self.num_tokens,), -1, dtype=torch.int32)
-            self._where[rows] = numbers
-        self._computed, self._page = fresh, page
+        self._computed, self._others = fresh, Others(near, far, rows, self.text_tokens)
 
     @property
     def computed_image(self) -> Tensor | None:
         """Of all image tokens, in order, [2, heads, image tokens, head dim]; None if some are on a page."""
-        return None if self._page is not None else head_major(self._computed[self.text_tokens :])
+        return None if self._others is not None else head_major(self._computed[self.text_tokens :])
 
     def attend(self, query: Tensor, kernels: Kernels, out: Tensor) -> None:
         """query: [queries, heads, head dim]. Writes to out, [queries, heads * head dim]."""
-        where = None if self._page is None else self._where
-        kernels.attend_to_parts(query, self._computed, where, self._page, self.text_tokens, out)
+        kernels.attend_to_parts(query, self._computed, self._others, out)
 
 
 class TileAttention:
