@@ -144,14 +144,16 @@ static inline __attribute__((always_inline)) void tile_linear(TileRows x, int in
 /* As stencil_half_linear, with tiles, for inputs of any number. weight: [outputs / SQUARE, inputs / TILE_DEPTH, 2, TILE,
  * TILE, 2], filled up with zeros: squares of outputs, steps of inputs, left and right tile, pairs of inputs, outputs.
  * last: bfloat16 [rows that fill no square, or all if inputs is no multiple of TILE_DEPTH; in whole squares, inputs in
- * whole steps] to work in; room: float32 [rows in whole squares, outputs in whole squares], if there are more than
- * BLOCK_DEPTH inputs. */
+ * whole steps] to work in, if inputs is no multiple of TILE_DEPTH or more than BLOCK_DEPTH; room: float32 [rows in whole
+ * squares, outputs in whole squares], if there are more than BLOCK_DEPTH inputs. */
 void stencil_tile_linear(const half *x, long x_step, int inputs, const half *weight, const half *bias, int outputs,
                          int gelu, const Piece *pieces, int num_pieces, const Addition *additions, half *last,
                          float *room, half *out, long out_step) {
     unsigned before = begin_computing();
     long rows = pieces[num_pieces - 1].stop, whole = inputs % TILE_DEPTH ? 0 : rows / SQUARE * SQUARE;
     int depth = (inputs + TILE_DEPTH - 1) / TILE_DEPTH * TILE_DEPTH;
+    half on_stack[last ? 1 : SQUARE * depth] __attribute__((aligned(64)));
+    if (!last) last = on_stack;
     memset(last, 0, (rows - whole + SQUARE - 1) / SQUARE * SQUARE * depth * sizeof(half));
     for (long r = whole; r < rows; r++) memcpy(last + (r - whole) * depth, x + r * x_step, inputs * sizeof(half));
     begin_tiles();

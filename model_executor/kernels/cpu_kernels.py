@@ -28,6 +28,7 @@ from torch import Tensor
 from core.cache_folder import user_cache_folder
 from model_executor.cpu import cpu_features
 from model_executor.kernels.compiled_library import CompileError, compiled_library
+from model_executor.kernels.huge_pages import HugePages
 from model_executor.kernels.ragged import Span
 
 logger = logging.getLogger("stencil.worker")
@@ -198,6 +199,7 @@ class Kernels(PageKernels):
 
     def __init__(self, library: ctypes.CDLL, digest: str) -> None:
         super().__init__(library, digest)
+        self._huge_pages = HugePages()
         self.has_tiles = bool(library.stencil_allow_tiles())
         """Whether the CPU has AMX's tiles and the system lets this process use them."""
         if self.has_tiles:
@@ -229,8 +231,8 @@ class Kernels(PageKernels):
         return "tiles" if dtype == torch.bfloat16 and self.has_tiles else "panels"
 
     def pack(self, weight: Tensor) -> Tensor:
-        """The weight [out, in] in the order that `linear` reads."""
-        return pack_tiles(weight) if self.order(weight.dtype) == "tiles" else pack(weight)
+        """The weight [out, in] in the order that `linear` reads, in huge pages."""
+        return self._huge_pages.put(pack_tiles(weight) if self.order(weight.dtype) == "tiles" else pack(weight))
 
     def linear(
         self,
@@ -420,11 +422,11 @@ def pack_tiles(weight: Tensor) -> Tensor:
 def _tile_rooms(x: Tensor, outputs: int) -> tuple[Tensor | None, Tensor | None]:
     """What `stencil_tile_linear` works in: its `last` and `room`, where it needs them."""
     rows, inputs = x.shape
-    depth, others = _filled(inputs, TILE_DEPTH), rows if inputs % TILE_DEPTH else rows % SQUARE
-    last = x.new_empty(_filled(others, SQUARE), depth) if others else None
-    is_deep = depth > BLOCK_DEPTH
-    room = torch.empty(_filled(rows, SQUARE), _filled(outputs, SQUARE), dtype=torch.float32) if is_deep else None
-    return last, room
+    if not inputs % TILE_DEPTH and inputs <= BLOCK_DEPTH:
+        return None, None
+    depth, wide = _filled(inputs, TILE_DEPTH), _filled(outputs, SQUARE)
+    room = torch.empty(_filled(rows, SQUARE), wide, dtype=torch.float32) if depth > BLOCK_DEPTH else None
+    return x.new_empty(_filled(rows, SQUARE), depth), room
 
 
 def _filled(number: int, step: int) -> int:
