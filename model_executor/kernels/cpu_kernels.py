@@ -250,7 +250,7 @@ class Kernels(PageKernels):
         TypeError for several dtypes, of which C would read memory that is not theirs."""
         _check_dtypes(x, weight, bias)
         x = x if x.stride(1) == 1 else x.contiguous()
-        (rows, inputs), outputs = x.shape, len(bias)
+        (rows, inputs), (outputs,) = x.shape, bias.shape
         out = x.new_empty(rows, outputs) if out is None else out
         table, additions = _tables(pieces) if pieces else _whole(rows)
         operands = x.data_ptr(), x.stride(0), inputs, weight.data_ptr(), bias.data_ptr(), outputs, gelu

@@ -64,9 +64,9 @@ class LinearGroup(ABC, Generic[Addition]):
         """x: [rows, in] -> [rows, sum of out], outputs in the order of the layers; gelu applies the tanh approximation.
         where: the rows that patches change; patches that add nothing to these layers have no effect. out: of the
         result's shape, with contiguous rows, to write to; None: a new tensor."""
+        if not where or not x.shape[0]:  # no row: a rank whose share of the tokens is empty
+            return self._product(x, gelu=gelu, out=out)
         segments = tuple(each for each in where if each.patch in self._additions)
-        if not len(x):  # a rank whose share of the tokens is empty
-            segments = ()
         return self._patched(x, segments, gelu=gelu, out=out) if segments else self._product(x, gelu=gelu, out=out)
 
     def takes_columns(self, where: Segments) -> bool:
