@@ -30,13 +30,13 @@ static inline __m512 read_bytes(const int8_t *p, int number) {
 typedef struct {
     const half *computed_keys, *computed_values; /* [rows, heads, width] */
     long row_step, head_step;                    /* numbers from one row, and one head, to the next */
-    const int64_t *rows; /* [num_rows]: their keys; 0: all are rows, in order */
+    const int64_t *rows;                         /* [num_rows]: their keys; 0: these are all, in order */
     long num_rows;
     const int8_t *near, *far;                    /* [2, heads, tokens, width]; far may be 0 */
     const float *near_scale, *far_scale;         /* [2, heads, tokens] */
     long kind_step, page_head_step, scale_kind_step, scale_head_step;
-    float near_weight, far_weight; /* what the scales are multiplied with */
-    int first;                     /* the key that is the page's first token */
+    float near_weight, far_weight;               /* what the scales are multiplied with */
+    int first;                                   /* the key that is the page's first token */
 } Keys;
 
 /* where [keys]: each key's row, or -1: the page has it. Of several rows the first one counts. */
@@ -184,23 +184,33 @@ static void compute_scores(const Block *block, int number, int depth, const half
     STORE_SCORES(2, 3, scores + number - TILE);
 }
 
+/* Have tile T hold sums that are to be added to: those at `from`, or zeros. */
+#define BEGIN_SUMS(T, from)                                                                                            \
+    do {                                                                                                               \
+        if (first)                                                                                                     \
+            TILE_ZERO(T);                                                                                              \
+        else                                                                                                           \
+            TILE_LOAD(T, from, depth * sizeof(float));                                                                 \
+    } while (0)
+
+/* Store them; then tile T is for the next 32 numbers. */
+#define END_SUMS(T, to)                                                                                                \
+    do {                                                                                                               \
+        TILE_STORE(T, to, depth * sizeof(float));                                                                      \
+        if (d + TILE_DEPTH < depth) BEGIN_SUMS(T, (to) + TILE_DEPTH);                                                  \
+    } while (0)
+
 /* Adds the values of `number` more keys, a multiple of 32, times their weights. values: as `pair_values` returns them. */
 static void add_values(const Block *block, int number, int depth, const half *values, int first) {
+    const half *weights = (const half *)block->scores;
+    float *sums = block->sums, *others = sums + TILE * depth;
     int has_others = block->count > TILE;
-    for (int d = 0; d < depth; d += TILE_DEPTH) {
-        const half *weights = (const half *)block->scores, *tile = values + TILE_DEPTH * d;
-        float *sums = block->sums + d, *others = sums + TILE * depth;
-        if (first) {
-            TILE_ZERO(0);
-            TILE_ZERO(1);
-            TILE_ZERO(2);
-            TILE_ZERO(3);
-        } else {
-            TILE_LOAD(0, sums, depth * sizeof(float));
-            TILE_LOAD(1, sums + TILE, depth * sizeof(float));
-            TILE_LOAD(2, others, depth * sizeof(float));
-            TILE_LOAD(3, others + TILE, depth * sizeof(float));
-        }
+    BEGIN_SUMS(0, sums);
+    BEGIN_SUMS(1, sums + TILE);
+    BEGIN_SUMS(2, others);
+    BEGIN_SUMS(3, others + TILE);
+    for (int d = 0; d < depth; d += TILE_DEPTH, sums += TILE_DEPTH, others += TILE_DEPTH, values += 2 * NUMBERS) {
+        const half *tile = values;
         for (int k = 0; k < number; k += TILE_DEPTH, tile += TILE_DEPTH * depth) {
             TILE_LOAD(4, weights + k, ROW * sizeof(float));
             TILE_LOAD(6, tile, 64);
@@ -212,11 +222,11 @@ static void add_values(const Block *block, int number, int depth, const half *va
             TILE_DOT(2, 5, 6);
             TILE_DOT(3, 5, 7);
         }
-        TILE_STORE(0, sums, depth * sizeof(float));
-        TILE_STORE(1, sums + TILE, depth * sizeof(float));
+        END_SUMS(0, sums);
+        END_SUMS(1, sums + TILE);
         if (!has_others) continue;
-        TILE_STORE(2, others, depth * sizeof(float));
-        TILE_STORE(3, others + TILE, depth * sizeof(float));
+        END_SUMS(2, others);
+        END_SUMS(3, others + TILE);
     }
 }
 

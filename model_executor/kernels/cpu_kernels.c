@@ -1,5 +1,6 @@
 /* For one core: page reading, and with AVX-512 the denoiser's float32 products and attention, and the VAE's bfloat16
- * norms. cpu_bfloat16.c, which is included last, has what denoisers compute in bfloat16. cpu_kernels.py compiles them.
+ * norms. Included last are what denoisers compute in bfloat16: cpu_bfloat16.c, and instead of its products and attention,
+ * where there is AMX, cpu_amx_linear.c and cpu_amx_attention.c. cpu_kernels.py compiles them.
  *
  * All matrices are row-major. A row of a result is computed by the same operations in the same order whatever the
  * number of rows, so that a request's bits depend neither on its batch nor on how many of its tokens are computed.

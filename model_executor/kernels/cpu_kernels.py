@@ -1,4 +1,4 @@
-"""Compiled C kernels for one CPU core (`cpu_kernels.c`, `cpu_bfloat16.c`): page reading and, with AVX-512, the
+"""Compiled C kernels for one CPU core (`cpu_kernels.c` and what it includes): page reading and, with AVX-512, the
 denoiser's products and attention, its norms in bfloat16, and the VAE's group norms. bfloat16 is multiplied by AMX where
 there is AMX.
 

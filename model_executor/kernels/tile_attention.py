@@ -1,7 +1,7 @@
 """Attention on a CPU with AMX, in bfloat16: the kernel reads keys and values from where they are.
 
 Where all tokens are computed, this is the block's own output; otherwise it dequantises those of other tokens from an
-int8 page. Neither is copied to a buffer first: with 166 queries over 1,088 keys that took as long as the attention.
+int8 page. With 166 queries over 1,088 keys, 8 heads of 64 numbers, copying them together first took 1.6 times as long.
 """
 
 from __future__ import annotations
