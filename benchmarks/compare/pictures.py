@@ -34,8 +34,8 @@ UNETS = ("sd", "sd_inpaint", "sdxl")
 """Families whose edits read their template's pages only."""
 HAS_OWN_PAGES = "own_page_steps" in SamplingParams.__struct_fields__
 ON_SEVERAL_RANKS = ("embedded", "sd_inpaint", "dit")
-"""Families whose pictures are also made by engines with several workers; those of all families by two that compute each
-step together."""
+"""Families whose pictures are also made by engines with several workers, in float32; those of all families by two that
+compute each step together."""
 Case = tuple[str, Edit, SamplingParams]
 """Name, edit and how it is sampled."""
 COMMON: dict[str, Any] = {"num_inference_steps": STEPS, "seed": 7}
@@ -77,9 +77,7 @@ def engines(name: str, dtype: str) -> dict[str, dict[str, int]]:
     """Start of the names of its pictures -> settings, of every engine that is to serve this family."""
     kind = f"{name}/{dtype}"
     found: dict[str, dict[str, int]] = {kind: {}}
-    if dtype != "float32":
-        return found
-    several = RANKS if name in ON_SEVERAL_RANKS else ()
+    several = RANKS if name in ON_SEVERAL_RANKS and dtype == "float32" else ()
     if HAS_RANKS:
         found |= {f"{kind}/{ranks} ranks": {"workers_per_engine": ranks} for ranks in several}
     if HAS_DEGREES:

@@ -1,8 +1,8 @@
 """Memory for weights in huge pages, 2 MiB each, where the system gives some on request (`madvise`).
 
-A step of few tokens reads all weights once, and a product of few rows takes as long as reading its weights. From pages of
-4 KiB a core reads them at half of the speed: 7 GB/s against 16 (16 rows, AMX), since it looks each page up and fetches
-nothing ahead beyond its end.
+A step of few tokens reads all weights once, and a product of few rows takes as long as reading its weights. From pages
+of 4 KiB a core reads them at half of the speed: 7 GB/s against 16 (16 rows, AMX), since it looks each page up and
+fetches nothing ahead beyond its end.
 """
 
 from __future__ import annotations
