@@ -4,7 +4,7 @@ there is AMX.
 
 In a step of few tokens, calling oneDNN takes more time than some of its products, and so does waiting for weights from
 memory. And oneDNN's attention keeps scores in memory. The kernels are compiled with the machine's C compiler when they
-are first needed, in about two seconds, and kept for later processes (`compiled_library.py`).
+are first needed, in about three seconds, and kept for later processes (`compiled_library.py`).
 Without a compiler, or with more than one thread, PyTorch computes instead; results differ by rounding.
 """
 
