@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import mmap
 import threading
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -26,7 +28,7 @@ class HugePages:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._chunk: mmap.mmap | None = None  # that the next tensor goes to
+        self._chunk: Callable[[], mmap.mmap | None] = lambda: None  # that the next tensor goes to; its tensors keep it
         self._used = 0  # bytes of it
 
     def put(self, x: Tensor) -> Tensor:
@@ -38,9 +40,11 @@ class HugePages:
 
     def _place(self, size: int) -> tuple[mmap.mmap, int]:
         """Bytes for a tensor: a chunk, and where in it they begin."""
-        if self._chunk is None or self._used + size > len(self._chunk):
-            self._chunk, self._used = mmap.mmap(-1, max(size, CHUNK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANON), 0
+        chunk = self._chunk()
+        if chunk is None or self._used + size > len(chunk):
+            chunk = mmap.mmap(-1, max(size, CHUNK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
             with suppress(AttributeError, OSError):  # systems without huge pages
-                self._chunk.madvise(mmap.MADV_HUGEPAGE)
+                chunk.madvise(mmap.MADV_HUGEPAGE)
+            self._chunk, self._used = weakref.ref(chunk), 0
         offset, self._used = self._used, self._used + -(-size // LINE) * LINE
-        return self._chunk, offset
+        return chunk, offset

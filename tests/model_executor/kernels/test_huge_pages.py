@@ -44,10 +44,11 @@ def test_a_chunk_is_freed_with_its_last_tensor() -> None:
     pages = HugePages()
     first, second = pages.put(torch.ones(2)), pages.put(torch.ones(2))
     middle = first.data_ptr() + CHUNK_BYTES // 2
-    del pages, first
+    del first
     gc.collect()
     assert mapped(middle)
     assert torch.equal(second, torch.ones(2))
     del second
     gc.collect()
     assert not mapped(middle)
+    assert torch.equal(pages.put(torch.ones(3)), torch.ones(3))

@@ -183,7 +183,9 @@ def test_rows_of_a_request_share_a_pass_where_that_changes_no_bit(
     """Which is not so in bfloat16 with AMX: another rank may have the other row."""
     monkeypatch.setattr(unet_module, "onednn_keeps_rows", lambda dtype: keeps_rows)
     unet = make_unet("sd", torch.bfloat16)
-    inputs = {name: x.bfloat16() if torch.is_tensor(x) else x for name, x in make_inputs(unet, 0).items()}
+    inputs: dict[str, Any] = {
+        name: x.bfloat16() if torch.is_tensor(x) else x for name, x in make_inputs(unet, 0).items()
+    }
     rows, passes = [Row(**inputs), Row(**inputs | {"prompt_embeds": inputs["prompt_embeds"] + 1})], list[int]()
     run = unet._run
     monkeypatch.setattr(unet, "_run", lambda some: passes.append(len(some)) or run(some))
