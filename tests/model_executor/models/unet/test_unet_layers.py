@@ -186,14 +186,15 @@ def test_rows_of_a_request_share_a_pass_where_that_changes_no_bit(
     inputs: dict[str, Any] = {
         name: x.bfloat16() if torch.is_tensor(x) else x for name, x in make_inputs(unet, 0).items()
     }
-    rows, passes = [Row(**inputs), Row(**inputs | {"prompt_embeds": inputs["prompt_embeds"] + 1})], list[int]()
+    row, passes = Row(**inputs), list[int]()
+    rows = [row, replace(row, prompt_embeds=row.prompt_embeds + 1)]
     run = unet._run
     monkeypatch.setattr(unet, "_run", lambda some: passes.append(len(some)) or run(some))
     together = unet.forward(rows)
     assert passes == ([2] if keeps_rows else [1, 1])
     if not keeps_rows:
-        for output, row in zip(together, rows, strict=True):
-            assert torch.equal(output, unet.forward([row])[0])
+        for output, each in zip(together, rows, strict=True):
+            assert torch.equal(output, unet.forward([each])[0])
 
 
 @torch.inference_mode()
