@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from core.errors import ConfigError
@@ -35,8 +34,8 @@ UNETS = ("sd", "sd_inpaint", "sdxl")
 """Families whose edits read their template's pages only."""
 HAS_OWN_PAGES = "own_page_steps" in SamplingParams.__struct_fields__
 ON_SEVERAL_RANKS = ("embedded", "sd_inpaint", "dit")
-"""Families whose pictures are also made by engines with several workers; those of all families by two that compute each
-step together."""
+"""Families whose pictures are also made by engines with several workers, in float32; those of all families by two that
+compute each step together."""
 Case = tuple[str, Edit, SamplingParams]
 """Name, edit and how it is sampled."""
 COMMON: dict[str, Any] = {"num_inference_steps": STEPS, "seed": 7}
@@ -78,9 +77,7 @@ def engines(name: str, dtype: str) -> dict[str, dict[str, int]]:
     """Start of the names of its pictures -> settings, of every engine that is to serve this family."""
     kind = f"{name}/{dtype}"
     found: dict[str, dict[str, int]] = {kind: {}}
-    if dtype != "float32":
-        return found
-    several = RANKS if name in ON_SEVERAL_RANKS else ()
+    several = RANKS if name in ON_SEVERAL_RANKS and dtype == "float32" else ()
     if HAS_RANKS:
         found |= {f"{kind}/{ranks} ranks": {"workers_per_engine": ranks} for ranks in several}
     if HAS_DEGREES:
@@ -92,17 +89,13 @@ def engines(name: str, dtype: str) -> dict[str, dict[str, int]]:
 def hashes(path: str, dtype: str, asked: Sequence[Case], flags: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """(edit, hash) of every edit alone, and once more with all of them in one batch.
 
-    The second time every template is cached, so each mask-aware edit is hashed both cold and warm. In bfloat16 on a CPU
-    with AMX there is no second time: matrix products round differently there with the number of rows, so that a picture
-    depends on which edits happen to share its steps.
+    The second time every template is cached, so each mask-aware edit is hashed both cold and warm.
     """
     settings: dict[str, Any] = {"model": path, **flags} if path else {**flags}
     names, edits, samplings = zip(*asked, strict=True)
     with ImageEngine(**settings, dtype=dtype, image_workers=1) as engine:
         for name, edit, sampling in zip(names, edits, samplings, strict=True):
             yield f"{name}/alone", _digest(engine.generate([edit], sampling, use_tqdm=False)[0])
-        if dtype != "float32" and torch.cpu._is_amx_tile_supported():
-            return
         together = engine.generate(list(edits), list(samplings), use_tqdm=False)
         yield from ((f"{name}/together", _digest(result)) for name, result in zip(names, together, strict=True))
 

@@ -56,6 +56,7 @@ from model_executor.checkpoint.weights import (
 from model_executor.cpu import cpu_has_amx, cpu_has_bfloat16
 from model_executor.device_failures import is_out_of_memory
 from model_executor.devices import resolve_device
+from model_executor.kernels.cpu_kernels import has_tiles
 from model_executor.models.parts import CONTROLNETS, IN_PLACE_OF, MODULES, SEGMENTERS, Classes
 
 # diffusers' own ControlNet of FLUX makes one, and only its authors can change that.
@@ -132,7 +133,7 @@ class ModelCheckpoint:
             raise ConfigError("--offload host: on a CPU all weights are in host memory anyway; leave it out")
         path = _locate(model.model, model.variant)
         index = _read_index(path)
-        dtype, why = resolve_dtype(model.dtype, device, lambda: _float32_bytes(path, model), model_bytes)
+        dtype, why = resolve_dtype(model.dtype, device, lambda: _float32_bytes(path, model), model_bytes, model.kernels)
         computing = model.kernels, model.cuda_graphs, model.offload, model.batch_invariant
         defaults, wishes = _read_defaults(path), (model.variant, model.quantization, *computing)
         checkpoint = cls(path, index, defaults, dtype, device, *wishes, why_dtype=why)
@@ -362,36 +363,44 @@ class ModelCheckpoint:
 
 
 def resolve_dtype(
-    name: str, device: torch.device, float32_bytes: Callable[[], int], model_bytes: int = 0
+    name: str,
+    device: torch.device,
+    float32_bytes: Callable[[], int],
+    model_bytes: int = 0,
+    kernels: KernelChoice = "auto",
 ) -> tuple[torch.dtype, str]:
     """The dtype of a --dtype value, and why it is that; "" for any but `auto`, which is bfloat16 on a GPU, on CPUs that
-    multiply it natively but for those with AMX, and where weights do not fit into memory otherwise; else float32.
-    float32_bytes: that all weights would take. model_bytes: that they may take; 0: as the machine's memory allows.
-    Raises ConfigError for an unknown name.
+    multiply it natively, with AMX only by our compiled kernels, and where weights do not fit into memory otherwise;
+    else float32. float32_bytes: that all weights would take. model_bytes: that they may take; 0: as the machine's
+    memory allows. kernels: as chosen for denoisers. Raises ConfigError for an unknown name.
 
     On one Zen 4 core, an exact step of FLUX-shaped blocks of width 512 took 1,234 ms in float32 and 606 ms in bfloat16,
     and one at mask ratio 0.05 145 ms and 81 ms (`make bench-step ARGS=--dtypes`). In both, an edit's bits do not depend
     on the other requests in its batches.
-    With AMX they do in bfloat16: products of few and of many rows are rounded differently, and pictures differ by up to
-    3 of 255. Steps of few tokens are slower there than in float32, too.
+    With AMX they do in bfloat16 where oneDNN multiplies: it rounds products of few and of many rows differently, and
+    pictures differ by up to 3 of 255. Steps of few tokens are slower there than in float32, too.
     """
     if name == "auto":
-        return _auto_dtype(device, float32_bytes, model_bytes)
+        return _auto_dtype(device, float32_bytes, model_bytes, kernels)
     if name not in DTYPES:
         raise ConfigError(f"unknown dtype {name!r}; use auto, {', '.join(DTYPES)}")
     return DTYPES[name], ""
 
 
-def _auto_dtype(device: torch.device, float32_bytes: Callable[[], int], model_bytes: int) -> tuple[torch.dtype, str]:
+def _auto_dtype(
+    device: torch.device, float32_bytes: Callable[[], int], model_bytes: int, kernels: KernelChoice
+) -> tuple[torch.dtype, str]:
     if device.type != "cpu":
         return torch.bfloat16, "the model runs on a GPU"
     if not cpu_has_bfloat16():
         return torch.float32, "this CPU does not multiply bfloat16"
     if not cpu_has_amx():
         return torch.bfloat16, "this CPU multiplies it natively"
+    if kernels != "torch" and has_tiles():
+        return torch.bfloat16, "this CPU multiplies it natively, with AMX"
     needed, limit = float32_bytes(), int(WEIGHTS_SHARE * memory_limit())
     limit = min(limit, model_bytes or limit)
-    promise = "with AMX, a picture in bfloat16 depends in its last bits on what shares its steps"
+    promise = "without compiled kernels or with several threads, a picture in bfloat16 depends on what shares its steps"
     if needed <= limit:
         return torch.float32, promise
     sizes = f"in float32 the weights take {needed / 1e9:.1f} GB, and {limit / 1e9:.1f} GB of memory are for them"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from core.config import Quantization
 from core.errors import ConfigError
+from model_executor.kernels.cpu_kernels import best_kernels
 from model_executor.kernels.linear import has_onednn, is_plain, onednn_product
 
 QUANTIZED = ("transformer", "unet")
@@ -130,11 +131,17 @@ class Int8Linear(nn.Module):
         """x [..., in] -> [..., out], in x's dtype."""
         weight = self.qdata.to(x.dtype)
         rows = x.reshape(-1, self.in_features)
-        y = onednn_product(rows, weight) if has_onednn(x) else F.linear(rows, weight)
-        y = y.mul_(self.scale.to(x.dtype))
+        y = self._product(rows, weight).mul_(self.scale.to(x.dtype))
         if self.bias is not None:
             y = y.add_(self.bias)
         return y.reshape(*x.shape[:-1], self.out_features)
+
+    @staticmethod
+    def _product(rows: Tensor, weight: Tensor) -> Tensor:
+        kernels = best_kernels()
+        if kernels is not None and kernels.order(rows.dtype) == "tiles":  # where oneDNN does not keep a row's bits
+            return kernels.linear(rows, kernels.pack(weight), weight.new_zeros(len(weight)), gelu=False)
+        return onednn_product(rows, weight) if has_onednn(rows) else F.linear(rows, weight)
 
 
 def for_device(module: nn.Module, device: torch.device) -> nn.Module:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model_executor.kernels.cpu_kernels import Kernels, can_attend, can_rotate
+from model_executor.kernels.cpu_kernels import Kernels, can_rotate
 from model_executor.kernels.linear import Linear, fused_linear, has_onednn, onednn_product
 from model_executor.kernels.ragged import Span, pieces
 
@@ -168,7 +168,7 @@ def attend(query: Tensor, keys_values: KeysValues, out: Tensor, linear: Linear, 
 
     With `fused_linear` or kernels, a query's bits do not depend on the number of other queries.
     """
-    if kernels is not None and can_attend(query, keys_values.num_tokens):
+    if kernels is not None and kernels.can_attend(query, keys_values.num_tokens):
         kernels.attend(query, keys_values.joint, out)
     elif linear is fused_linear and has_onednn(query):
         _attend_by_products(query, keys_values, out)

@@ -326,12 +326,29 @@ static inline float sum_of(vec x) { return _mm512_reduce_add_ps((__m512)x); }
 
 /* 1 / sqrt of the mean of (x - mean)^2 plus eps. x: [width], a multiple of LANES. */
 static inline float inverse_deviation(const half *x, int width, float mean, float eps) {
-    vec squares = all(0);
-    for (int d = 0; d < width; d += LANES) {
+    vec squares = all(0), others = all(0);
+    int d = 0;
+    for (; d + LANES < width; d += 2 * LANES) { /* two at a time: an addition waits for the one before */
+        vec apart = widen(x + d) - mean, other = widen(x + d + LANES) - mean;
+        squares += apart * apart;
+        others += other * other;
+    }
+    if (d < width) {
         vec apart = widen(x + d) - mean;
         squares += apart * apart;
     }
-    return 1.0f / sqrtf(sum_of(squares) / (float)width + eps);
+    return 1.0f / sqrtf(sum_of(squares + others) / (float)width + eps);
+}
+
+static inline float mean_of(const half *x, int width) {
+    vec total = all(0), other = all(0);
+    int d = 0;
+    for (; d + LANES < width; d += 2 * LANES) {
+        total += widen(x + d);
+        other += widen(x + d + LANES);
+    }
+    if (d < width) total += widen(x + d);
+    return sum_of(total + other) / (float)width;
 }
 
 /* As stencil_normalise_and_rotate, in bfloat16; rounded once. */
@@ -348,32 +365,42 @@ void stencil_half_normalise_and_rotate(half *x, long step, int tokens, int heads
     end_computing(before);
 }
 
-/* Layer norm of each row, times factor, plus shift; without shift a root-mean-square norm, times factor. x, out: [rows,
- * width], contiguous; factor, shift: [width], a multiple of LANES. */
-void stencil_half_norm(const half *x, long rows, int width, float eps, const half *factor, const half *shift,
-                       half *out) {
+/* Some rows of a matrix. */
+typedef struct {
+    long start, stop;
+} Span;
+
+/* Layer norm of each row of the spans of x, times the span's factor, plus its shift; without shift a root-mean-square
+ * norm, times factor. x: [rows, width], contiguous; out: as x, one span after the other; factor, shift: [spans, width],
+ * rows factor_step and shift_step numbers apart; width: a multiple of LANES. */
+void stencil_half_norm(const half *x, int width, float eps, const Span *spans, int num_spans, const half *factor,
+                       long factor_step, const half *shift, long shift_step, half *out) {
     unsigned before = begin_computing();
-    for (long r = 0; r < rows; r++, x += width, out += width) {
-        vec total = all(0);
-        for (int d = 0; shift && d < width; d += LANES) total += widen(x + d);
-        float mean = sum_of(total) / (float)width, scale = inverse_deviation(x, width, mean, eps);
-        for (int d = 0; d < width; d += LANES) {
-            vec y = (widen(x + d) - mean) * scale * widen(factor + d);
-            narrow(out + d, shift ? y + widen(shift + d) : y);
+    for (const Span *span = spans; span < spans + num_spans; span++, factor += factor_step)
+        for (long r = span->start; r < span->stop; r++, out += width) {
+            const half *row = x + r * width, *its = shift ? shift + (span - spans) * shift_step : 0;
+            float mean = its ? mean_of(row, width) : 0, scale = inverse_deviation(row, width, mean, eps);
+            for (int d = 0; d < width; d += LANES) {
+                vec y = (widen(row + d) - mean) * scale * widen(factor + d);
+                narrow(out + d, its ? y + widen(its + d) : y);
+            }
         }
-    }
     end_computing(before);
 }
 
-/* x += gate * y, or gate * the root-mean-square norm of y if eps is not negative. x, y: [rows, width], contiguous; gate:
- * [width], a multiple of LANES. */
-void stencil_half_add_gated(half *x, const half *y, long rows, int width, const half *gate, float eps) {
+/* x += gate * y, or gate * the root-mean-square norm of y if eps is not negative, for the rows of the spans of x. x:
+ * [rows, width], contiguous; y: as x, one span after the other; gate: [spans, width], rows gate_step numbers apart;
+ * width: a multiple of LANES. */
+void stencil_half_add_gated(half *x, const half *y, int width, const Span *spans, int num_spans, const half *gate,
+                            long gate_step, float eps) {
     unsigned before = begin_computing();
-    for (long r = 0; r < rows; r++, x += width, y += width) {
-        float scale = eps < 0 ? 1 : inverse_deviation(y, width, 0, eps);
-        for (int d = 0; d < width; d += LANES)
-            narrow(x + d, widen(x + d) + widen(gate + d) * (widen(y + d) * scale));
-    }
+    for (const Span *span = spans; span < spans + num_spans; span++, gate += gate_step)
+        for (long r = span->start; r < span->stop; r++, y += width) {
+            half *row = x + r * width;
+            float scale = eps < 0 ? 1 : inverse_deviation(y, width, 0, eps);
+            for (int d = 0; d < width; d += LANES)
+                narrow(row + d, widen(row + d) + widen(gate + d) * (widen(y + d) * scale));
+        }
     end_computing(before);
 }
 

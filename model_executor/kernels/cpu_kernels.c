@@ -1,5 +1,6 @@
 /* For one core: page reading, and with AVX-512 the denoiser's float32 products and attention, and the VAE's bfloat16
- * norms. cpu_bfloat16.c, which is included last, has what denoisers compute in bfloat16. cpu_kernels.py compiles them.
+ * norms. Included last are what denoisers compute in bfloat16: cpu_bfloat16.c, and instead of its products and attention,
+ * where there is AMX, cpu_amx_linear.c and cpu_amx_attention.c. cpu_kernels.py compiles them.
  *
  * All matrices are row-major. A row of a result is computed by the same operations in the same order whatever the
  * number of rows, so that a request's bits depend neither on its batch nor on how many of its tokens are computed.
@@ -7,6 +8,7 @@
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 /* All parts that PyTorch asks for where it names a CPU's instruction set AVX512, and so does cpu_kernels.py. */
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
@@ -60,7 +62,9 @@ static inline vec smaller(vec x, vec y) { return (vec)_mm512_min_ps((__m512)x, (
 typedef uint16_t halves __attribute__((vector_size(32), aligned(2)));
 typedef uint32_t words __attribute__((vector_size(64), aligned(4)));
 
-static inline vec widen(const uint16_t *p) { return (vec)(__builtin_convertvector(*(const halves *)p, words) << 16); }
+static inline vec widen(const uint16_t *p) { /* gcc 12 makes four instructions of the conversion in C */
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+}
 
 /* Rounded to nearest, ties to even. */
 static inline halves rounded(vec x) {
@@ -505,5 +509,8 @@ void stencil_swiglu(const void *x, long x_step, long rows, long width, int halve
 }
 
 #include "cpu_bfloat16.c"
+#include "cpu_amx.h"
+#include "cpu_amx_linear.c"
+#include "cpu_amx_attention.c"
 
 #endif

@@ -1,11 +1,11 @@
-"""Compiled C kernels for one CPU core (`cpu_kernels.c`, `cpu_bfloat16.c`): page reading and, with AVX-512, the
-denoiser's products and attention, its norms in bfloat16, and the VAE's group norms.
+"""Compiled C kernels for one CPU core (`cpu_kernels.c` and what it includes): page reading and, with AVX-512, the
+denoiser's products and attention, its norms in bfloat16, and the VAE's group norms. bfloat16 is multiplied by AMX where
+there is AMX.
 
 In a step of few tokens, calling oneDNN takes more time than some of its products, and so does waiting for weights from
 memory. And oneDNN's attention keeps scores in memory. The kernels are compiled with the machine's C compiler when they
-are first needed, in about two seconds, and kept for later processes (`compiled_library.py`).
-Without a compiler, or with more than one thread, PyTorch computes instead, and with AMX oneDNN multiplies bfloat16;
-results differ by rounding.
+are first needed, in about three seconds, and kept for later processes (`compiled_library.py`).
+Without a compiler, or with more than one thread, PyTorch computes instead; results differ by rounding.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_long, c_void_p
-from functools import cache
+from functools import cache, lru_cache
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from core.cache_folder import user_cache_folder
-from model_executor.cpu import cpu_features, cpu_has_amx
+from model_executor.cpu import cpu_features
 from model_executor.kernels.compiled_library import CompileError, compiled_library
+from model_executor.kernels.huge_pages import HugePages
+from model_executor.kernels.ragged import Span
 
 logger = logging.getLogger("stencil.worker")
 
@@ -39,6 +42,18 @@ MIN_KEYS = 16
 TILE_KEYS = 192
 HALF_DEPTH = 1280
 
+TILE_DEPTH = 32
+SQUARE = 32
+BLOCK_DEPTH = 4096
+"""Inputs in a tile's row; rows and outputs that AMX's tiles compute at a time; inputs at a time. See
+cpu_amx_linear.c."""
+
+Order = Literal["oneDNN", "panels", "tiles"]
+"""Of packed weights: the one that oneDNN reads, or our kernels, in bfloat16 with AMX or otherwise."""
+
+KEPT_TABLES = 1024
+"""Spans of rows, as C reads them, that are kept: a step asks for a few dozen times for a few of them."""
+
 _FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast", "-shared", "-fPIC")
 
 
@@ -49,6 +64,17 @@ class _Addition(Structure):
         ("up", c_void_p),
         ("columns", c_void_p),
         ("depth", c_long),
+    )
+
+
+class _Keys(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("computed_keys", "computed_values")),
+        *((name, c_long) for name in ("row_step", "head_step")),
+        *(("rows", c_void_p), ("num_rows", c_long)),
+        *((name, c_void_p) for name in ("near", "far", "near_scale", "far_scale")),
+        *((name, c_long) for name in ("kind_step", "page_head_step", "scale_kind_step", "scale_head_step")),
+        *(("near_weight", c_float), ("far_weight", c_float), ("first", c_int)),
     )
 
 
@@ -87,10 +113,24 @@ _SIGNATURES: dict[str, list[Any]] = {
         *(c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_long),
     ],
     "stencil_half_normalise_and_rotate": [c_void_p, c_long, c_int, c_int, c_int, c_float, c_void_p, c_void_p],
-    "stencil_half_norm": [c_void_p, c_long, c_int, c_float, c_void_p, c_void_p, c_void_p],
-    "stencil_half_add_gated": [c_void_p, c_void_p, c_long, c_int, c_void_p, c_float],
+    "stencil_half_norm": [
+        *(c_void_p, c_int, c_float, POINTER(c_long), c_int, c_void_p, c_long, c_void_p, c_long, c_void_p)
+    ],
+    "stencil_half_add_gated": [c_void_p, c_void_p, c_int, POINTER(c_long), c_int, c_void_p, c_long, c_float],
     "stencil_half_interpolate": [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_long],
 }
+
+_TILE_SIGNATURES: dict[str, list[Any]] = {
+    "stencil_tile_attend": [
+        *(c_void_p, c_long, c_int, c_int, c_int, c_float),
+        *(POINTER(_Keys), c_int, c_void_p, c_void_p, c_long),
+    ],
+    "stencil_tile_linear": [
+        *(c_void_p, c_long, c_int, c_void_p, c_void_p, c_int, c_int),
+        *(POINTER(_Piece), c_int, POINTER(_Addition), c_void_p, c_void_p, c_void_p, c_long),
+    ],
+}
+"""Of the functions that a library has only on CPUs with AMX."""
 
 
 class AddedProduct(NamedTuple):
@@ -99,6 +139,37 @@ class AddedProduct(NamedTuple):
     low: Tensor
     up: Tensor  # [outputs / PANEL, depth, PANEL]
     columns: Tensor  # int32 [outputs / PANEL], the first column of `low` for each panel; -1: nothing is added to it
+
+
+class Keyframe(NamedTuple):
+    """Keys and values of a block at one keyframe, or at two, which are added up: weight * scales * values."""
+
+    values: Tensor  # int8 [2, heads, tokens, head dim], each head contiguous
+    scales: Tensor  # float32 [2, heads, tokens, 1]
+    weight: float
+
+
+class Others(NamedTuple):
+    """The keys and values of an image that were not computed, which are on a page, and where the computed ones are."""
+
+    near: Keyframe
+    far: Keyframe | None
+    rows: Tensor  # int64 [computed rows], the key that each of them is; those before the image are all computed
+    first: int  # the key that is the image's first token
+
+    def add_to(self, source: _Keys) -> int:
+        """Tell the kernel. Returns the number of keys."""
+        source.rows, source.num_rows, source.first = self.rows.data_ptr(), len(self.rows), self.first
+        (values, scales, source.near_weight), far = self.near, self.far
+        source.near, source.near_scale = values.data_ptr(), scales.data_ptr()
+        source.kind_step, source.page_head_step = values.stride()[:2]
+        source.scale_kind_step, source.scale_head_step = scales.stride()[:2]
+        if far is not None:
+            assert far.values.stride() == values.stride()
+            assert far.scales.stride() == scales.stride()
+            source.far, source.far_scale = far.values.data_ptr(), far.scales.data_ptr()
+            source.far_weight = far.weight
+        return self.first + values.shape[2]
 
 
 Piece = tuple[int, int, Sequence[AddedProduct]]
@@ -128,11 +199,21 @@ class Kernels(PageKernels):
 
     def __init__(self, library: ctypes.CDLL, digest: str) -> None:
         super().__init__(library, digest)
-        of = {name.removeprefix("stencil_"): _function(library, name) for name in _SIGNATURES}
+        self._huge_pages = HugePages()
+        self.has_tiles = bool(library.stencil_allow_tiles())
+        """Whether the CPU has AMX's tiles and the system lets this process use them."""
+        if self.has_tiles:
+            self.digest += " tiles"  # the library alone would not tell where the system refuses them
+        names = [*_SIGNATURES, *(_TILE_SIGNATURES if self.has_tiles else ())]
+        of = {name.removeprefix("stencil_"): _function(library, name) for name in names}
         self._half_interpolate = of["half_interpolate"]
-        self._linear, self._half_linear = of["linear"], of["half_linear"]
+        self._linear, self._half_linear, self._tile_linear = of["linear"], of["half_linear"], of.get("tile_linear")
         self._narrow_linear = {torch.float32: of["narrow_linear"], torch.bfloat16: of["half_narrow_linear"]}
         self._attend = {torch.float32: of["attend"], torch.bfloat16: of["half_attend"]}
+        if self.has_tiles:
+            self._tile_attend = of["tile_attend"]
+            library.stencil_tile_room.restype = c_long
+            self._tile_room: Callable[[int, int], int] = library.stencil_tile_room
         self._normalise_and_rotate = {
             torch.float32: of["normalise_and_rotate"],
             torch.bfloat16: of["half_normalise_and_rotate"],
@@ -144,6 +225,14 @@ class Kernels(PageKernels):
     def read(self, near: Tensor, near_scale: Tensor, far: Tensor | None, far_scale: Tensor | None, out: Tensor) -> None:
         """As `interpolate`, to bfloat16, see `can_read`; without far, near_scale * near."""
         _interpolated(self._half_interpolate, near, near_scale, far, far_scale, out)
+
+    def order(self, dtype: torch.dtype) -> Order:
+        """The order of weights that `linear` reads."""
+        return "tiles" if dtype == torch.bfloat16 and self.has_tiles else "panels"
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """The weight [out, in] in the order that `linear` reads, in huge pages."""
+        return self._huge_pages.put(pack_tiles(weight) if self.order(weight.dtype) == "tiles" else pack(weight))
 
     def linear(
         self,
@@ -161,13 +250,18 @@ class Kernels(PageKernels):
         TypeError for several dtypes, of which C would read memory that is not theirs."""
         _check_dtypes(x, weight, bias)
         x = x if x.stride(1) == 1 else x.contiguous()
-        (rows, inputs), outputs = x.shape, len(bias)
+        (rows, inputs), (outputs,) = x.shape, bias.shape
         out = x.new_empty(rows, outputs) if out is None else out
-        table, additions = _tables(pieces or ((0, rows, ()),))
+        table, additions = _tables(pieces) if pieces else _whole(rows)
         operands = x.data_ptr(), x.stride(0), inputs, weight.data_ptr(), bias.data_ptr(), outputs, gelu
         tables, result = (table, len(table), additions), (out.data_ptr(), out.stride(0))
         if x.dtype == torch.float32:
             self._linear(*operands, *tables, *result)
+        elif self._tile_linear is not None:
+            rooms = _tile_rooms(x, outputs)
+            self._tile_linear(
+                *operands, *tables, *(None if room is None else room.data_ptr() for room in rooms), *result
+            )
         else:
             room = torch.empty(rows if inputs > HALF_DEPTH else 0, PANEL, dtype=torch.float32)
             self._half_linear(*operands, *tables, room.data_ptr(), *result)
@@ -185,9 +279,18 @@ class Kernels(PageKernels):
         self._narrow_linear[x.dtype](x.data_ptr(), *sizes, weight.data_ptr(), outputs, factors, out.data_ptr())
         return out
 
+    def can_attend(self, query: Tensor, keys: int) -> bool:
+        """Whether `attend` supports these, whatever the number of queries. With tiles it supports all in bfloat16."""
+        if query.dtype == torch.bfloat16 and self.has_tiles:
+            return True
+        is_supported = query.dtype in (torch.float32, torch.bfloat16)
+        return is_supported and query.shape[2] % PANEL == 0 and keys >= MIN_KEYS
+
     def attend(self, query: Tensor, key_value: Tensor, out: Tensor) -> None:
         """Attention, see `can_attend`. query: [queries, heads, head dim], each query contiguous; key_value: [2, heads,
-        keys, head dim]. Writes to out, [queries, heads * head dim] with contiguous rows."""
+        keys, head dim], contiguous. Writes to out, [queries, heads * head dim] with contiguous rows."""
+        if query.dtype == torch.bfloat16 and self.has_tiles:
+            return self.attend_to_parts(query, key_value.permute(2, 0, 1, 3), None, out)
         queries, heads, width = query.shape
         keys = key_value.shape[2]
         if query.dtype == torch.float32:
@@ -200,19 +303,35 @@ class Kernels(PageKernels):
         operands = query.data_ptr(), *sizes, key, value, keys, room.data_ptr()
         self._attend[query.dtype](*operands, out.data_ptr(), out.stride(0))
 
-    def norm(self, x: Tensor, eps: float, factor: Tensor, shift: Tensor | None, out: Tensor) -> None:
-        """Layer norm of each row of x, times factor, plus shift; without shift a root-mean-square norm, times factor.
-        x, out: [rows, width]; factor, shift: [width]; all contiguous, in bfloat16, see `can_norm`."""
-        rows, width = x.shape
-        factors = factor.data_ptr(), None if shift is None else shift.data_ptr()
-        self._norm(x.data_ptr(), rows, width, eps, *factors, out.data_ptr())
+    def attend_to_parts(self, query: Tensor, computed: Tensor, others: Others | None, out: Tensor) -> None:
+        """Attention in bfloat16 with tiles, to keys and values where they are. query, out: as for `attend`. computed:
+        [rows, 2, heads, head dim], each head contiguous. others: None if that are all of them, in order."""
+        queries, heads, width = query.shape
+        values = computed.data_ptr() + computed.stride(1) * computed.element_size()
+        source, keys = _Keys(computed.data_ptr(), values, computed.stride(0), computed.stride(2)), len(computed)
+        if others is not None:
+            keys = others.add_to(source)
+        room = torch.empty(self._tile_room(width, keys), dtype=torch.uint8)
+        operands = query.data_ptr(), query.stride(0), queries, heads, width, width**-0.5
+        self._tile_attend(*operands, source, keys, room.data_ptr(), out.data_ptr(), out.stride(0))
 
-    def add_gated_(self, x: Tensor, y: Tensor, gate: Tensor, norm_eps: float | None) -> None:
-        """x += gate * y, or gate * the root-mean-square norm of y. x, y: [rows, width]; gate: [width]; all contiguous,
-        in bfloat16, see `can_norm`. norm_eps: of the norm; None: there is none."""
-        rows, width = x.shape
+    def norm(
+        self, x: Tensor, where: Sequence[Span], eps: float, factor: Tensor, shift: Tensor | None, out: Tensor
+    ) -> None:
+        """Layer norm of each row of some spans of x, times the span's factor, plus its shift; without shift a
+        root-mean-square norm, times factor. x: [rows, width]; out: [rows, width], one span after the other; factor,
+        shift: [spans, width] with contiguous rows. In bfloat16, see `can_norm`."""
+        shifts = (None, 0) if shift is None else (shift.data_ptr(), shift.stride(0))
+        operands = x.data_ptr(), x.shape[1], eps, _span_table(tuple(where)), len(where)
+        self._norm(*operands, factor.data_ptr(), factor.stride(0), *shifts, out.data_ptr())
+
+    def add_gated_(self, x: Tensor, where: Sequence[Span], y: Tensor, gate: Tensor, norm_eps: float | None) -> None:
+        """x += gate * y, or gate * the root-mean-square norm of y, for some spans of x. x: [rows, width]; y: [rows,
+        width], contiguous, one span after the other; gate: [spans, width] with contiguous rows. In bfloat16, see
+        `can_norm`. norm_eps: of the norm; None: there is none."""
         eps = -1.0 if norm_eps is None else norm_eps
-        self._add_gated(x.data_ptr(), y.data_ptr(), rows, width, gate.data_ptr(), eps)
+        operands = x.data_ptr(), y.data_ptr(), x.shape[1], _span_table(tuple(where)), len(where)
+        self._add_gated(*operands, gate.data_ptr(), gate.stride(0), eps)
 
     def gelu_(self, x: Tensor) -> Tensor:
         """The tanh approximation of GELU in place, see `can_gelu`. 6 million numbers took 0.28 of PyTorch's time."""
@@ -290,6 +409,43 @@ def pack(weight: Tensor, panel: int = PANEL) -> Tensor:
     return whole.view(-1, panel, weight.shape[1] // together, together).transpose(1, 2).flatten(2).contiguous()
 
 
+def pack_tiles(weight: Tensor) -> Tensor:
+    """The bfloat16 weight [out, in] in the order that products with AMX's tiles read: [out / SQUARE, in / TILE_DEPTH,
+    2, TILE_DEPTH / 2, SQUARE / 2, 2]: squares of outputs, steps of inputs, two tiles of pairs of inputs by outputs. It
+    is filled up with zeros."""
+    outputs, inputs = weight.shape
+    whole = F.pad(weight, (0, -inputs % TILE_DEPTH, 0, -outputs % SQUARE))
+    tiles = whole.view(-1, 2, SQUARE // 2, whole.shape[1] // TILE_DEPTH, TILE_DEPTH // 2, 2)
+    return tiles.permute(0, 3, 1, 4, 2, 5).contiguous()
+
+
+def _tile_rooms(x: Tensor, outputs: int) -> tuple[Tensor | None, Tensor | None]:
+    """What `stencil_tile_linear` works in: its `last` and `room`, where it needs them."""
+    rows, inputs = x.shape
+    if not inputs % TILE_DEPTH and inputs <= BLOCK_DEPTH:
+        return None, None
+    depth, wide = _filled(inputs, TILE_DEPTH), _filled(outputs, SQUARE)
+    room = torch.empty(_filled(rows, SQUARE), wide, dtype=torch.float32) if depth > BLOCK_DEPTH else None
+    return x.new_empty(_filled(rows, SQUARE), depth), room
+
+
+def _filled(number: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-number // step) * step
+
+
+@lru_cache(KEPT_TABLES)
+def _span_table(where: tuple[Span, ...]) -> Any:
+    """The spans as C reads them."""
+    return (c_long * (2 * len(where)))(*chain.from_iterable(where))
+
+
+@lru_cache(KEPT_TABLES)
+def _whole(rows: int) -> tuple[Any, Any]:
+    """As `_tables`, of rows that nothing is added to."""
+    return _tables(((0, rows, ()),))
+
+
 def _check_dtypes(x: Tensor, *others: Tensor) -> None:
     if any(each.dtype != x.dtype for each in others):
         raise TypeError(f"a product of {', '.join(str(each.dtype) for each in (x, *others))}")
@@ -311,9 +467,9 @@ def _addition(added: AddedProduct) -> _Addition:
 
 
 def can_multiply(dtype: torch.dtype, inputs: int, outputs: int) -> bool:
-    """Whether `Kernels.linear` supports a layer of this size, and is a good choice."""
+    """Whether `Kernels.linear` supports a layer of this size."""
     if dtype == torch.bfloat16:
-        return inputs % 2 == 0 and _multiplies_bfloat16()
+        return inputs % 2 == 0
     return dtype == torch.float32 and outputs % PANEL == 0
 
 
@@ -334,20 +490,9 @@ def can_quantise(x: Tensor) -> bool:
     return x.dtype in (torch.float32, torch.bfloat16) and x.stride(3) == 1 and x.shape[3] % LANES == 0
 
 
-def can_attend(query: Tensor, keys: int) -> bool:
-    """Whether `Kernels.attend` supports these, whatever the number of queries, and is a good choice."""
-    is_supported = query.dtype == torch.float32 or (query.dtype == torch.bfloat16 and _multiplies_bfloat16())
-    return is_supported and query.shape[2] % PANEL == 0 and keys >= MIN_KEYS
-
-
 def can_norm(x: Tensor) -> bool:
     """Whether `Kernels.norm` and `add_gated_` support rows of this hidden state, [tokens, width]."""
     return x.dtype == torch.bfloat16 and x.shape[1] % LANES == 0 and x.is_contiguous()
-
-
-def _multiplies_bfloat16() -> bool:
-    """Whether our products in bfloat16 are a good choice. They do not use AMX, with which oneDNN is faster."""
-    return not cpu_has_amx()
 
 
 def can_normalise(x: Tensor) -> bool:
@@ -360,6 +505,13 @@ def best_kernels() -> Kernels | None:
     """All kernels if they are the fastest choice, which they are with one thread; else None."""
     kernels = best_page_kernels()
     return kernels if isinstance(kernels, Kernels) else None
+
+
+def has_tiles() -> bool:
+    """Whether our kernels multiply bfloat16 with AMX's tiles here. Products by oneDNN do, too, but in them a row's bits
+    depend on the number of rows."""
+    kernels = best_kernels()
+    return kernels is not None and kernels.has_tiles
 
 
 def best_page_kernels() -> PageKernels | None:
@@ -406,6 +558,6 @@ def _interpolated(
 
 def _function(library: ctypes.CDLL, name: str) -> Callable[..., None]:
     function = getattr(library, name)
-    function.argtypes, function.restype = _SIGNATURES[name], None
+    function.argtypes, function.restype = (_SIGNATURES | _TILE_SIGNATURES)[name], None
     call: Callable[..., None] = function
     return call

@@ -38,7 +38,8 @@ def _fast(layer: Layer) -> nn.Module | None:
 
 
 class FastLinear(nn.Module):
-    """An `nn.Linear` computed by oneDNN, with the same weight and bias. A row's bits depend on that row alone."""
+    """An `nn.Linear` computed by oneDNN, with the same weight and bias. A row's bits depend on that row alone, where
+    `onednn_keeps_rows`."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()

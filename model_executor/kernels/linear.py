@@ -2,7 +2,8 @@
 
 PyTorch multiplies float32 matrices with MKL, which uses slower AVX2 kernels on AMD processors: 98 GFLOP/s where oneDNN
 reached 204 on one Zen 5 core; on Intel the two are equal. oneDNN also fuses the activation. With two rows or more, its
-result for a row does not depend on the number of other rows, so a request's bits do not depend on its batch.
+result for a row does not depend on the number of other rows, so a request's bits do not depend on its batch; but for
+bfloat16 with AMX, see `onednn_keeps_rows`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from model_executor.cpu import cpu_has_amx
 
 Linear = Callable[..., Tensor]
 """(layer, x [rows, in], gelu=False) -> [rows, out]; gelu applies the tanh approximation to the result."""
@@ -50,8 +53,15 @@ def _onednn_has_bfloat16() -> bool:
     return supported
 
 
+def onednn_keeps_rows(dtype: torch.dtype) -> bool:
+    """Whether a row of oneDNN's products has the same bits whatever the number of rows from two up. With AMX it
+    multiplies bfloat16 by other instructions, and in another order, where rows are few."""
+    return dtype != torch.bfloat16 or not cpu_has_amx()
+
+
 def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gelu: bool = False) -> Tensor:
-    """x [rows, in] times weight [out, in], transposed, plus bias [out]. A row's bits depend on that row alone."""
+    """x [rows, in] times weight [out, in], transposed, plus bias [out]. A row's bits depend on that row alone, where
+    `onednn_keeps_rows`."""
     if x.shape[0] == 1:  # for a single row oneDNN uses another kernel, which rounds differently
         return onednn_product(x.expand(2, -1), weight, bias, gelu=gelu)[:1]
     activation, algorithm = ("gelu", "tanh") if gelu else ("none", "")

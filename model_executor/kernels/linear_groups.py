@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from model_executor.kernels.cpu_kernels import Kernels, can_gelu, can_multiply, pack
+from model_executor.kernels.cpu_kernels import Kernels, Order, can_gelu, can_multiply
 from model_executor.kernels.linear import (
     Linear,
     fused_linear,
@@ -31,10 +31,6 @@ PACKED_BYTES = 1 << 30
 mapped from the checkpoint's file where the dtype is the same."""
 
 Addition = TypeVar("Addition", AddedPanels, AddedProducts)
-
-
-Order = Literal["oneDNN", "panels"]
-"""Of packed weights: the one that oneDNN reads, or our kernels."""
 
 
 class Packed(NamedTuple):
@@ -68,9 +64,9 @@ class LinearGroup(ABC, Generic[Addition]):
         """x: [rows, in] -> [rows, sum of out], outputs in the order of the layers; gelu applies the tanh approximation.
         where: the rows that patches change; patches that add nothing to these layers have no effect. out: of the
         result's shape, with contiguous rows, to write to; None: a new tensor."""
+        if not where or not x.shape[0]:  # no row: a rank whose share of the tokens is empty
+            return self._product(x, gelu=gelu, out=out)
         segments = tuple(each for each in where if each.patch in self._additions)
-        if not len(x):  # a rank whose share of the tokens is empty
-            segments = ()
         return self._patched(x, segments, gelu=gelu, out=out) if segments else self._product(x, gelu=gelu, out=out)
 
     def takes_columns(self, where: Segments) -> bool:
@@ -217,7 +213,7 @@ class KernelGroup(LinearGroup[AddedPanels]):
     def __init__(self, layers: Sequence[nn.Linear], kernels: Kernels) -> None:
         super().__init__(layers)
         self._kernels = kernels
-        self.packed = _packed(layers, "panels", pack)
+        self.packed = _packed(layers, kernels.order(layers[0].weight.dtype), kernels.pack)
 
     def addition(self, lows: Sequence[LowRank | None]) -> AddedPanels:
         return AddedPanels(lows, self._outputs)

@@ -38,6 +38,7 @@ from model_executor.kernels.cpu_kernels import (
 from model_executor.kernels.linear import Linear, best_linear, plain_linear
 from model_executor.kernels.ragged import Span, gather, interleave, spans
 from model_executor.kernels.residual import Residual
+from model_executor.kernels.tile_attention import TileAttention
 from model_executor.page_cache.pages import Pages, Quantise, Reader, quantise
 
 if TYPE_CHECKING:
@@ -146,6 +147,8 @@ class Operators:
         """Attention for one pass over a batch. like: has the dtype and device to compute in. beside: another attention
         of the same pass with at least as many tokens, whose buffer this one may share: they never run at the same time.
         """
+        if self.kernels is not None and self.kernels.has_tiles and like.dtype == torch.bfloat16:
+            return TileAttention(sizes, heads, head_dim, like, self.kernels)
         one: Callable[..., None] = partial(attend, linear=self.linear, kernels=self.kernels)
         return OneByOne(sizes, heads, head_dim, like, one, beside.room if isinstance(beside, OneByOne) else None)
 

@@ -74,17 +74,15 @@ class Residual:
 
     def _add_by(self, kernels: Kernels, addition: Addition) -> None:
         where, y, gate, _, norm_eps = addition
-        changes = y.contiguous().split([stop - start for start, stop in where])
-        gates = gate.to(self._hidden.dtype).unbind()
-        for piece, change, factor in zip(pieces(self._hidden, where), changes, gates, strict=True):
-            kernels.add_gated_(piece, change, factor, norm_eps)
+        kernels.add_gated_(self._hidden, where, y.contiguous(), self._rows(gate), norm_eps)
 
     def _normed_by(self, kernels: Kernels, eps: float, norm: Norm) -> Tensor:
-        lengths, dtype = [stop - start for start, stop in norm.where], self._hidden.dtype
-        out = self._hidden.new_empty(sum(lengths), self._hidden.shape[1])
-        factors = norm.factor.to(dtype).unbind()
-        shifts = [None] * len(lengths) if norm.shift is None else norm.shift.to(dtype).unbind()
-        parts = zip(pieces(self._hidden, norm.where), factors, shifts, out.split(lengths), strict=True)
-        for piece, factor, shift, its in parts:
-            kernels.norm(piece, eps, factor, shift, its)
+        where, factor, shift = norm
+        out = self._hidden.new_empty(sum(stop - start for start, stop in where), self._hidden.shape[1])
+        kernels.norm(self._hidden, where, eps, self._rows(factor), None if shift is None else self._rows(shift), out)
         return out
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Parts of the modulation, [requests, width], as kernels read them."""
+        x = x.to(self._hidden.dtype)
+        return x if x.stride(1) == 1 else x.contiguous()

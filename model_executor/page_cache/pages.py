@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, Self
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.kernels.attention import KeysValues
-from model_executor.kernels.cpu_kernels import Kernels, PageKernels, can_read
+from model_executor.kernels.cpu_kernels import Kernels, Keyframe, PageKernels, can_read
+from model_executor.kernels.tile_attention import PlacedKeysValues
 
 INT8_MAX = 127
 
@@ -82,12 +84,19 @@ class PageReader:
         near = PageEntry(pages.near, pages.layout, pages.num_tokens).of_heads(pages.heads)
         far = None if pages.far is None else PageEntry(pages.far, pages.layout, pages.num_tokens).of_heads(pages.heads)
         self._wait, self._weight = pages.wait, pages.weight
-        near_weight, all_blocks = (1.0 if far is None else 1.0 - pages.weight), pages.wait is None
-        self._near, self._near_scales = near.values, near.weighted_scales(near_weight, at_once=all_blocks)
-        self._far = None if far is None else far.values
-        self._far_scales = None if far is None else far.weighted_scales(pages.weight, at_once=all_blocks)
+        self._entries, self._near, self._far = (near, far), near.values, None if far is None else far.values
         self._moments = near.moments_towards(far, pages.weight)
         self._room = torch.empty(near.values[0].shape, dtype=torch.float32, device=pages.near.device)
+
+    @cached_property
+    def _near_scales(self) -> Callable[[int], Tensor] | None:
+        near, far = self._entries
+        return near.weighted_scales(1.0 if far is None else 1.0 - self._weight, at_once=self._wait is None)
+
+    @cached_property
+    def _far_scales(self) -> Callable[[int], Tensor] | None:
+        far = self._entries[1]
+        return None if far is None else far.weighted_scales(self._weight, at_once=self._wait is None)
 
     def read(self, block: int, out: Tensor) -> None:
         """As `Reader.read`; at a keyframe float32 pages are read without loss into float32. Every pass covers all heads
@@ -109,6 +118,14 @@ class PageReader:
             out.copy_(wide)
 
     def read_over(self, block: int, keys_values: KeysValues, fresh: Tensor, rows: Tensor) -> None:
+        """As `Reader.read_over`."""
+        near, far = self._entries
+        if near.scales is not None and isinstance(keys_values, PlacedKeysValues):
+            if self._wait is not None:
+                self._wait(block)
+            last = None if far is None else far.keyframe(block, self._weight)
+            keys_values.place(near.keyframe(block, 1.0 if far is None else 1.0 - self._weight), last, fresh, rows)
+            return
         self.read(block, keys_values.image)
         keys_values.put(fresh, rows)
 
@@ -181,6 +198,11 @@ class PageEntry:
         part.values = [values[:, chosen] for values in self.values]
         part.scales = None if self.scales is None else self.scales[:, :, chosen]
         return part
+
+    def keyframe(self, block: int, weight: float) -> Keyframe:
+        """A block of int8 pages, and its weight beside another entry."""
+        assert self.scales is not None
+        return Keyframe(self.values[block], self.scales[block], weight)
 
     def weighted_scales(self, weight: float, *, at_once: bool) -> Callable[[int], Tensor] | None:
         """A function: block -> weight * its scales. at_once: multiply all now, else each block when it is asked for."""

@@ -26,6 +26,7 @@ from model_executor.graphs.cuda_capture import capture_on
 from model_executor.graphs.static_rows import is_of_one_request, is_repeatable
 from model_executor.graphs.step_graphs import StepGraphs
 from model_executor.kernels.cpu_layers import use_onednn
+from model_executor.kernels.linear import onednn_keeps_rows
 from model_executor.kernels.operators import Operators, best_operators
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.latents import pack, unpack
@@ -59,7 +60,8 @@ class Unet:
 
     On a CPU only the rows of one request share a pass: a product's rounding may depend on its number of rows, and a
     picture must not depend on the other requests in its batch. This costs little: a pass of four rows took 0.85 of the
-    time of four passes (320 channels, 16x16 latents, one core).
+    time of four passes (320 channels, 16x16 latents, one core). Where oneDNN computes even those differently, in
+    bfloat16 with AMX, no two rows do.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Unet:
         self._operators = operators or best_operators(module.device)
         # Whether all rows of one size share a pass; with `--batch-invariant` no two rows do.
         self._is_shared = module.device.type != "cpu" and not self._operators.is_invariant
+        self._keeps_rows = not self._operators.is_invariant and onednn_keeps_rows(module.dtype)
         self._fused = self._operators.of_unets(module.device)
         if module.device.type == "cpu" and self._fused is None:
             use_onednn(module)
@@ -104,7 +107,7 @@ class Unet:
         predictions: dict[int, Tensor] = {}  # row's number -> its prediction
         whole = [number for number, row in enumerate(rows) if row.active is None or len(row.active) == len(row.latents)]
         masked = [number for number in range(len(rows)) if number not in whole]
-        alone = id if self._operators.is_invariant else _request  # other ranks may have the other rows of a request
+        alone = _request if self._keeps_rows else id  # other ranks may have the other rows of a request
         for numbers in _alike(rows, whole, _size if self._is_shared else alone):
             predictions |= dict(zip(numbers, self._repeated([rows[n] for n in numbers], None), strict=True))
         for numbers in _alike(rows, masked, _edit if self._is_shared else id):

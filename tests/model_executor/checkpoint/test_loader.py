@@ -273,14 +273,15 @@ def test_unknown_dtype() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "has_bfloat16", "has_amx", "gigabytes", "expected", "why"),
+    ("device", "has_bfloat16", "has_amx", "has_kernels", "gigabytes", "expected", "why"),
     [
-        ("cuda", True, True, 1, torch.bfloat16, "runs on a GPU"),
-        ("cpu", False, False, 1, torch.float32, "does not multiply bfloat16"),
-        ("cpu", True, False, 1, torch.bfloat16, "multiplies it natively"),  # Zen 5
-        ("cpu", True, True, 1, torch.float32, "depends in its last bits on what shares its steps"),
-        ("cpu", True, True, 66, torch.float32, "depends in its last bits"),
-        ("cpu", True, True, 67, torch.bfloat16, "the weights take 67.0 GB, and 66.7 GB of memory are for them"),
+        ("cuda", True, True, False, 1, torch.bfloat16, "runs on a GPU"),
+        ("cpu", False, False, False, 1, torch.float32, "does not multiply bfloat16"),
+        ("cpu", True, False, False, 1, torch.bfloat16, "multiplies it natively"),  # Zen 5
+        ("cpu", True, True, True, 1, torch.bfloat16, "multiplies it natively, with AMX"),
+        ("cpu", True, True, False, 1, torch.float32, "a picture in bfloat16 depends on what shares its steps"),
+        ("cpu", True, True, False, 66, torch.float32, "without compiled kernels or with several threads"),
+        ("cpu", True, True, False, 67, torch.bfloat16, "the weights take 67.0 GB, and 66.7 GB of memory are for them"),
     ],
 )
 def test_auto_is_a_dtype_in_which_pictures_do_not_depend_on_their_company(
@@ -288,18 +289,31 @@ def test_auto_is_a_dtype_in_which_pictures_do_not_depend_on_their_company(
     device: str,
     has_bfloat16: bool,
     has_amx: bool,
+    has_kernels: bool,
     gigabytes: int,
     expected: torch.dtype,
     why: str,
 ) -> None:
-    """Where weights fit so. CPUs with AMX round products of few rows in bfloat16 in another way."""
+    """Where weights fit so. With AMX oneDNN rounds products of few rows in bfloat16 in another way, and our kernels do
+    not."""
     monkeypatch.setattr(loader, "cpu_has_bfloat16", lambda: has_bfloat16)
     monkeypatch.setattr(loader, "cpu_has_amx", lambda: has_amx)
+    monkeypatch.setattr(loader, "has_tiles", lambda: has_kernels)
     monkeypatch.setattr(loader, "memory_limit", lambda: 100_000_000_000)
     dtype, told = resolve_dtype("auto", torch.device(device), lambda: gigabytes * 1_000_000_000)
     assert dtype is expected
     assert why in told
     assert resolve_dtype("bfloat16", torch.device(device), lambda: 0) == (torch.bfloat16, "")
+
+
+@pytest.mark.usefixtures("with_amx")
+def test_auto_is_float32_with_amx_and_pytorchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which multiply with oneDNN, though ours are there."""
+    monkeypatch.setattr(loader, "has_tiles", lambda: True)
+    assert resolve_dtype("auto", torch.device("cpu"), lambda: 0)[0] is torch.bfloat16
+    dtype, told = resolve_dtype("auto", torch.device("cpu"), lambda: 0, kernels="torch")
+    assert dtype is torch.float32
+    assert "depends on what shares its steps" in told
 
 
 @pytest.mark.parametrize("quantization", ["none", "torchao-int8"])
@@ -319,6 +333,7 @@ def test_all_weights_count_for_auto(tiny_checkpoint: Path, monkeypatch: pytest.M
     for memory, dtype in ((expected, torch.bfloat16), (2 * expected, torch.float32)):
         monkeypatch.setattr(loader, "cpu_has_bfloat16", lambda: True)
         monkeypatch.setattr(loader, "cpu_has_amx", lambda: True)
+        monkeypatch.setattr(loader, "has_tiles", lambda: False)
         monkeypatch.setattr(loader, "memory_limit", lambda memory=memory: memory)
         config = ModelConfig(model=str(tiny_checkpoint), device="cpu", quantization=quantization)  # type: ignore[arg-type]
         assert ModelCheckpoint.open(config).dtype is dtype
@@ -326,8 +341,10 @@ def test_all_weights_count_for_auto(tiny_checkpoint: Path, monkeypatch: pytest.M
 
 @pytest.fixture
 def with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without compiled kernels."""
     monkeypatch.setattr(loader, "cpu_has_bfloat16", lambda: True)
     monkeypatch.setattr(loader, "cpu_has_amx", lambda: True)
+    monkeypatch.setattr(loader, "has_tiles", lambda: False)
 
 
 @pytest.mark.usefixtures("with_amx")
@@ -362,16 +379,13 @@ def test_a_damaged_header_is_no_fault_of_auto(tiny_checkpoint: Path, tmp_path: P
     assert ModelCheckpoint.open(ModelConfig(model=str(path), device="cpu")).dtype is torch.float32
 
 
-def test_what_auto_is_and_why_is_logged(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(loader, "cpu_has_bfloat16", lambda: True)
-    monkeypatch.setattr(loader, "cpu_has_amx", lambda: True)
+@pytest.mark.usefixtures("with_amx")
+def test_what_auto_is_and_why_is_logged(tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         for dtype in ("auto", "float32"):
             load(tiny_checkpoint, device="cpu", dtype=dtype).log_dtypes()
     (line,) = (message for message in caplog.messages if "--dtype" in message)
-    assert line.startswith("--dtype auto is float32 for tiny: with AMX, a picture in bfloat16 depends")
+    assert line.startswith("--dtype auto is float32 for tiny: without compiled kernels")
 
 
 def test_a_cpu_is_warmed_up_by_one_masked_row(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

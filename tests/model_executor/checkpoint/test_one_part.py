@@ -104,6 +104,7 @@ def test_auto_counts_its_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     """Where float32 is preferred, it is bfloat16 for weights without room in it."""
     monkeypatch.setattr(loader, "cpu_has_bfloat16", lambda: True)
     monkeypatch.setattr(loader, "cpu_has_amx", lambda: True)
+    monkeypatch.setattr(loader, "has_tiles", lambda: False)
     size = open_it(folder).expected_bytes(ONE_PART)
     config = ModelConfig(model=str(folder), dtype="auto", device="cpu")
     dtypes = [ModelCheckpoint.open(config, model_bytes=limit).dtype for limit in (size, size - 1)]

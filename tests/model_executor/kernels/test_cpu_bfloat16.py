@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.page_scheme import PageLayout
-from model_executor.cpu import cpu_features
+from model_executor.cpu import cpu_features, cpu_has_amx
 from model_executor.kernels import cpu_kernels as module
 from model_executor.kernels.attention import normalise_and_rotate_
 from model_executor.kernels.compiled_library import compiled_library
 from model_executor.kernels.cpu_kernels import (
     LANES,
+    AddedProduct,
     Kernels,
     best_kernels,
-    can_attend,
     can_multiply,
     can_norm,
     can_read,
@@ -42,15 +42,25 @@ def kernels() -> Kernels:
     return found
 
 
-@pytest.fixture(scope="module")
-def portable(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    """For a CPU with AVX-512 that does not multiply bfloat16."""
+def compiled(folder: Path, *flags: str) -> Kernels:
+    """With other instruction sets than those of this machine."""
     if not isinstance(best_kernels(), Kernels):
         pytest.skip("no compiled kernels on this machine")
     source, compiler = Path(module.__file__).with_suffix(".c"), shutil.which("cc") or ""
-    flags, folder = (*module._FLAGS, "-mno-avx512bf16"), tmp_path_factory.mktemp("portable")
-    with compiled_library(source, compiler, flags, cpu_features(), folder) as library:
+    with compiled_library(source, compiler, (*module._FLAGS, *flags), cpu_features(), folder) as library:
         return Kernels(ctypes.CDLL(str(library.path)), library.digest)
+
+
+@pytest.fixture(scope="module")
+def untiled(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """For a CPU with AVX-512, but without AMX."""
+    return compiled(tmp_path_factory.mktemp("untiled"), "-mno-amx-tile")
+
+
+@pytest.fixture(scope="module")
+def portable(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """For a CPU with AVX-512 that does not multiply bfloat16."""
+    return compiled(tmp_path_factory.mktemp("portable"), "-mno-avx512bf16", "-mno-amx-tile")
 
 
 def draw(*size: int) -> Tensor:
@@ -61,26 +71,81 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
     return torch.equal(x.view(torch.int16), y.view(torch.int16))
 
 
+LAYERS = [(1, 8, 64), (5, 64, 24), (33, 96, 32), (50, 300, 192), (9, 3000, 72), (150, 4200, 40)]
+"""(rows, inputs, outputs). One fills tiles, others leave some of their rows or columns, or both, empty; the last one
+has too many inputs for one block, and too many rows."""
+
+
 @pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 8, 64), (5, 64, 24), (50, 300, 192), (9, 3000, 72)])
-def test_linear(kernels: Kernels, portable: Kernels, rows: int, inputs: int, outputs: int, gelu: bool) -> None:
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), LAYERS)
+def test_linear(kernels: Kernels, untiled: Kernels, rows: int, inputs: int, outputs: int, gelu: bool) -> None:
     """Selected rows have the same bits as among all rows, and so has a matrix within a wider one, of which nothing else
     changes."""
     wide, weight, bias = draw(rows, inputs + 3), draw(outputs, inputs) / inputs**0.5, draw(outputs)
-    x, packed = wide[:, :inputs], pack(weight)
-    out = kernels.linear(x, packed, bias, gelu=gelu)
+    x = wide[:, :inputs]
     exact = F.linear(x.double(), weight.double(), bias.double())
     exact = F.gelu(exact, approximate="tanh") if gelu else exact
-    torch.testing.assert_close(out.double(), exact, rtol=CLOSE, atol=1e-5)
-    assert same_bits(portable.linear(x, packed, bias, gelu=gelu), out)
-    for count in range(1, min(rows, 8)):
-        chosen = torch.randperm(rows)[:count]
-        assert torch.equal(kernels.linear(x[chosen], packed, bias, gelu=gelu), out[chosen])
-    within = torch.full((rows, outputs + 5), 7.0, dtype=torch.bfloat16)
-    kernels.linear(x, packed, bias, gelu=gelu, out=within[:, 2:-3])
-    assert torch.equal(within[:, 2:-3], out)
-    assert (within[:, :2] == 7.0).all()
-    assert (within[:, -3:] == 7.0).all()
+    for each in (kernels, untiled):
+        packed = each.pack(weight)
+        out = each.linear(x, packed, bias, gelu=gelu)
+        torch.testing.assert_close(out.double(), exact, rtol=CLOSE, atol=1e-5)
+        for count in {*range(1, min(rows, 8)), *range(15, rows, 16)}:
+            chosen = torch.randperm(rows)[:count]
+            assert torch.equal(each.linear(x[chosen], packed, bias, gelu=gelu), out[chosen])
+        within = torch.full((rows, outputs + 5), 7.0, dtype=torch.bfloat16)
+        each.linear(x, packed, bias, gelu=gelu, out=within[:, 2:-3])
+        assert torch.equal(within[:, 2:-3], out)
+        assert (within[:, :2] == 7.0).all()
+        assert (within[:, -3:] == 7.0).all()
+        assert each.linear(x[:0], packed, bias, gelu=gelu).shape == (0, outputs)
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), LAYERS)
+def test_linear_without_avx512_bf16(
+    untiled: Kernels, portable: Kernels, rows: int, inputs: int, outputs: int, gelu: bool
+) -> None:
+    x, packed, bias = draw(rows, inputs), pack(draw(outputs, inputs) / inputs**0.5), draw(outputs)
+    ours, theirs = (each.linear(x, packed, bias, gelu=gelu) for each in (untiled, portable))
+    assert same_bits(theirs, ours)
+
+
+def test_tiles_sum_up_in_the_order_that_is_documented(kernels: Kernels) -> None:
+    """Steps of 32 inputs: in each, the even and the odd ones one after the other, then both together. A product of two
+    numbers is exact in float32."""
+    if not kernels.has_tiles:
+        pytest.skip("this CPU has no AMX")
+    x, weight = draw(40, 128), draw(64, 128)
+    products = (x.float()[:, None] * weight.float()).unflatten(2, (4, 16, 2))
+    total = torch.zeros(40, 64)
+    for step in products.unbind(2):
+        of_step = torch.zeros(40, 64, 2)
+        for pair in step.unbind(2):
+            of_step += pair
+        total += of_step.sum(2)
+    out = kernels.linear(x, kernels.pack(weight), torch.zeros(64).bfloat16(), gelu=False)
+    assert torch.equal(out, total.bfloat16())
+
+
+@pytest.mark.parametrize(("rows", "inputs"), [(3, 64), (70, 72)])
+def test_rows_with_additions(kernels: Kernels, untiled: Kernels, rows: int, inputs: int) -> None:
+    """Low-rank products of their own for some rows and some panels of outputs; each row has the bits that it has
+    alone."""
+    x, weight, bias = draw(rows, inputs), draw(192, inputs) / 8, draw(192)
+    low, up, columns = torch.randn(rows, 7), torch.randn(3, 4, 64), torch.tensor([0, -1, 3], dtype=torch.int32)
+    cut = rows // 2 + 1
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    exact[cut:, :64] += low[cut:, :4].double() @ up[0].double()
+    exact[cut:, 128:] += low[cut:, 3:].double() @ up[2].double()
+    for each in (kernels, untiled):
+        packed = each.pack(weight)
+        pieces = [(0, cut, ()), (cut, rows, [AddedProduct(low[cut:], up, columns)])]
+        out = each.linear(x, packed, bias, gelu=False, pieces=pieces)
+        torch.testing.assert_close(out.double(), exact, rtol=CLOSE, atol=1e-5)
+        for row in range(cut, rows):
+            alone = [(0, 1, [AddedProduct(low[row : row + 1], up, columns)])]
+            assert torch.equal(each.linear(x[row : row + 1], packed, bias, gelu=False, pieces=alone)[0], out[row])
+        assert torch.equal(each.linear(x, packed, bias, gelu=False)[:cut], out[:cut])
 
 
 def test_sums_of_numbers_of_any_size_have_the_same_bits(kernels: Kernels, portable: Kernels) -> None:
@@ -98,14 +163,14 @@ def test_sums_of_numbers_of_any_size_have_the_same_bits(kernels: Kernels, portab
 def test_denormal_numbers_count_as_zeros_everywhere(kernels: Kernels, portable: Kernels) -> None:
     """As numbers that are read, and as results."""
     tiny, root = torch.full((64,), 1e-39).bfloat16(), torch.full((1, 64), 2.0**-63).bfloat16()
-    weight, x, least = pack((torch.eye(64) * 2.0**-63).bfloat16()), draw(1, 64), torch.full((1, 64), 2.0**-126)
+    weight, x, least = (torch.eye(64) * 2.0**-63).bfloat16(), draw(1, 64), torch.full((1, 64), 2.0**-126)
     page, scale = torch.full((2, 1, 1, 64), 100, dtype=torch.int8), torch.full((2, 1, 1, 1), 1e-41)
     rotary = torch.full((1, 1, 1, 32), 1e-39, dtype=torch.complex64)
     for each in (kernels, portable):
         normed, added, out = torch.empty_like(x), torch.zeros_like(x), torch.empty(2, 1, 1, 64, dtype=torch.bfloat16)
-        assert torch.equal(each.linear(root, weight, -tiny, gelu=False).float(), least)
-        each.norm(x, 1e-6, tiny, None, normed)
-        each.add_gated_(added, root, root[0] / 2, None)
+        assert torch.equal(each.linear(root, each.pack(weight), -tiny, gelu=False).float(), least)
+        each.norm(x, [(0, 1)], 1e-6, tiny[None], None, normed)
+        each.add_gated_(added, [(0, 1)], root, root / 2, None)
         each.read(page, scale, None, None, out)
         turned = x.clone().view(1, 1, 1, 64)
         each.normalise_and_rotate_(turned, rotary, 1e-6, torch.ones(1, 1, 64))
@@ -130,28 +195,62 @@ def attend(kernels: Kernels, query: Tensor, key_value: Tensor) -> Tensor:
     return wide[:, 8:]
 
 
+def exact_attention(query: Tensor, key_value: Tensor) -> Tensor:
+    scores = query.double().transpose(0, 1) @ key_value[0].double().transpose(1, 2) / query.shape[2] ** 0.5
+    attended: Tensor = (scores.softmax(-1) @ key_value[1].double()).transpose(0, 1).flatten(1)
+    return attended
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 16), (50, 280), (70, 17), (49, 193), (130, 384), (20, 209)])
-def test_attend(kernels: Kernels, portable: Kernels, queries: int, keys: int, head_dim: int) -> None:
+def test_attend(kernels: Kernels, untiled: Kernels, portable: Kernels, queries: int, keys: int, head_dim: int) -> None:
     """Selected queries have the same bits as among all."""
     query, key_value = draw(queries, 3, 3, head_dim)[:, 0] * 3, draw(2, 3, keys, head_dim)
-    weights = query.double().transpose(0, 1) @ key_value[0].double().transpose(1, 2) / head_dim**0.5
-    exact = (weights.softmax(-1) @ key_value[1].double()).transpose(0, 1).flatten(1)
+    exact = exact_attention(query, key_value)
+    for each in (kernels, untiled):
+        out = attend(each, query, key_value)
+        torch.testing.assert_close(out.double(), exact, rtol=2 * CLOSE, atol=5e-3)
+        for count in (1, 2, 17, 33, 48, 64):
+            chosen = torch.randperm(queries)[:count]
+            assert torch.equal(attend(each, query[chosen], key_value), out[chosen])
+    assert same_bits(attend(portable, query, key_value), attend(untiled, query, key_value))
+
+
+@pytest.mark.parametrize("head_dim", [1, 16, 40, 63, 72, 96, 160])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (17, 31), (50, 257), (33, 545)])
+def test_attend_with_tiles(kernels: Kernels, queries: int, keys: int, head_dim: int) -> None:
+    """Heads of any width, and any number of keys, of which those that fill up a tile have no weight."""
+    if not kernels.has_tiles:
+        pytest.skip("no AMX")
+    query, key_value = draw(queries, 3, 2, head_dim)[:, 1] * 3, draw(2, 2, keys, head_dim) + 3
+    assert kernels.can_attend(query, keys)
     out = attend(kernels, query, key_value)
-    torch.testing.assert_close(out.double(), exact, rtol=2 * CLOSE, atol=5e-3)
-    assert same_bits(attend(portable, query, key_value), out)
-    for count in (1, 2, 17, 33, 48, 64):
-        chosen = torch.randperm(queries)[:count]
-        assert torch.equal(attend(kernels, query[chosen], key_value), out[chosen])
+    torch.testing.assert_close(out.double(), exact_attention(query, key_value), rtol=2 * CLOSE, atol=5e-3)
+    for chosen in (torch.randperm(queries)[:16], torch.arange(queries).flip(0)):
+        assert same_bits(attend(kernels, query[chosen], key_value), out[chosen])
 
 
-@pytest.mark.parametrize("place", [3, 250])
-def test_attend_survives_large_scores(kernels: Kernels, place: int) -> None:
+@pytest.mark.parametrize("place", [3, 250, 299])
+@pytest.mark.parametrize("size", [100.0, 1000.0])
+def test_attend_survives_large_scores(kernels: Kernels, untiled: Kernels, place: int, size: float) -> None:
     """In the first tile of keys, or in a later one, after which nothing is left of those before."""
     key_value = torch.ones(2, 1, 300, 64, dtype=torch.bfloat16)
-    key_value[0, 0, place], key_value[1, 0, place] = 100.0, 5.0
-    out = attend(kernels, torch.full((2, 1, 64), 100.0, dtype=torch.bfloat16), key_value)
-    assert (out == 5.0).all()
+    key_value[0, 0, place], key_value[1, 0, place] = size, 5.0
+    for each in (kernels, untiled):
+        query = torch.full((2, 1, 64), size, dtype=torch.bfloat16)
+        assert (attend(each, query, key_value) == 5.0).all()
+        assert (attend(each, -query, key_value)[:, :64] == 1.0).all()
+
+
+def test_attention_to_denormal_numbers(kernels: Kernels, untiled: Kernels) -> None:
+    """They count as zeros: as queries and keys, after which all keys weigh alike, and as values."""
+    tiny = torch.full((2, 1, 40, 64), 1e-39).bfloat16()
+    values = torch.cat([tiny[:1] * 0 + 100, draw(1, 1, 40, 64)])
+    for each in (kernels, untiled):
+        assert (attend(each, draw(3, 1, 64), tiny) == 0).all()
+        mean = values[1, 0].double().mean(0).expand(3, 64)
+        out = attend(each, tiny[0].transpose(0, 1)[:3], values)
+        torch.testing.assert_close(out.double(), mean, rtol=CLOSE, atol=1e-5)
 
 
 @pytest.mark.parametrize(("tokens", "kinds", "head_dim"), [(1, 1, 16), (9, 2, 64), (50, 2, 128)])
@@ -170,30 +269,44 @@ def test_normalise_and_rotate(kernels: Kernels, portable: Kernels, tokens: int, 
     assert same_bits(other, qkv)
 
 
+SPANS = [(0, 3), (4, 8), (8, 9)]
+"""Of a matrix of 9 rows; row 3 is in none."""
+
+
 @pytest.mark.parametrize("has_shift", [True, False])
-def test_norm(kernels: Kernels, portable: Kernels, has_shift: bool) -> None:
-    """A layer norm, also of numbers far from zero, and a root-mean-square norm."""
-    x, factor, shift = draw(9, 48) + torch.randint(-20, 20, (9, 1)), draw(48), draw(48) if has_shift else None
-    ours, theirs = torch.empty_like(x), torch.empty_like(x)
+@pytest.mark.parametrize("width", [48, 64])
+def test_norm(kernels: Kernels, portable: Kernels, width: int, has_shift: bool) -> None:
+    """A layer norm, also of numbers far from zero, and a root-mean-square norm; of each span, with its own factors."""
+    x = draw(9, width) + torch.randint(-20, 20, (9, 1))
+    factor, shift = draw(3, 2 * width)[:, :width], draw(3, width + 8)[:, 8:] if has_shift else None
+    ours, theirs = x.new_empty(8, width), x.new_empty(8, width)
     assert can_norm(x)
-    kernels.norm(x, 1e-6, factor, shift, ours)
-    portable.norm(x, 1e-6, factor, shift, theirs)
-    if shift is None:
-        exact = F.rms_norm(x.double(), (48,), factor.double(), 1e-6)
-    else:
-        exact = F.layer_norm(x.double(), (48,), factor.double(), shift.double(), 1e-6)
-    torch.testing.assert_close(ours.double(), exact, rtol=CLOSE, atol=1e-4)
+    kernels.norm(x, SPANS, 1e-6, factor, shift, ours)
+    portable.norm(x, SPANS, 1e-6, factor, shift, theirs)
+    for number, ((start, stop), its) in enumerate(zip(SPANS, ours.split([3, 4, 1]), strict=True)):
+        rows, weight = x[start:stop].double(), factor[number].double()
+        if shift is None:
+            exact = F.rms_norm(rows, (width,), weight, 1e-6)
+        else:
+            exact = F.layer_norm(rows, (width,), weight, shift[number].double(), 1e-6)
+        torch.testing.assert_close(its.double(), exact, rtol=CLOSE, atol=1e-4)
     assert same_bits(theirs, ours)
 
 
 @pytest.mark.parametrize("eps", [None, 1e-6])
-def test_add_gated(kernels: Kernels, portable: Kernels, eps: float | None) -> None:
-    x, y, gate = draw(9, 48), draw(9, 48) * 5, draw(48)
+@pytest.mark.parametrize("width", [48, 64])
+def test_add_gated(kernels: Kernels, portable: Kernels, width: int, eps: float | None) -> None:
+    """To the rows of each span, times the span's gate; other rows keep their bits."""
+    x, y, gate = draw(9, width), draw(8, width) * 5, draw(3, 2 * width)[:, width:]
     ours, theirs = x.clone(), x.clone()
-    kernels.add_gated_(ours, y, gate, eps)
-    portable.add_gated_(theirs, y, gate, eps)
-    change = y.double() if eps is None else F.rms_norm(y.double(), (48,), None, eps)
-    torch.testing.assert_close(ours.double(), x.double() + gate.double() * change, rtol=CLOSE, atol=1e-5)
+    kernels.add_gated_(ours, SPANS, y, gate, eps)
+    portable.add_gated_(theirs, SPANS, y, gate, eps)
+    change = y.double() if eps is None else F.rms_norm(y.double(), (width,), None, eps)
+    exact = x.double()
+    for (start, stop), its, factor in zip(SPANS, change.split([3, 4, 1]), gate.double(), strict=True):
+        exact[start:stop] += factor * its
+    torch.testing.assert_close(ours.double(), exact, rtol=CLOSE, atol=1e-5)
+    assert torch.equal(ours[3], x[3])
     assert same_bits(theirs, ours)
 
 
@@ -240,16 +353,6 @@ def test_numbers_of_several_dtypes_are_refused(kernels: Kernels) -> None:
         kernels.narrow_linear(x.float(), pack(weight, LANES), None)
 
 
-def test_with_amx_products_are_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which has tiles, as our products do not."""
-    for has_amx in (False, True):
-        monkeypatch.setattr(module, "cpu_has_amx", lambda has_amx=has_amx: has_amx)
-        assert can_multiply(torch.bfloat16, 64, 24) is not has_amx
-        assert can_attend(draw(1, 2, 64), 16) is not has_amx
-        assert can_multiply(torch.float32, 64, 64)
-        assert can_attend(torch.empty(1, 2, 64), 16)
-
-
 def test_sizes_without_products() -> None:
     assert not can_multiply(torch.bfloat16, 63, 64)
     assert not can_multiply(torch.float32, 64, 24)
@@ -257,3 +360,13 @@ def test_sizes_without_products() -> None:
     assert not can_norm(draw(2, 24))
     assert not can_norm(torch.empty(2, 32))
     assert not can_read(draw(2, 1, 4, 24))
+
+
+def test_tiles_are_used_where_there_are_some(kernels: Kernels, portable: Kernels) -> None:
+    """And a digest tells, since results have other bits."""
+    assert kernels.has_tiles is cpu_has_amx()
+    assert kernels.digest.endswith(" tiles") is kernels.has_tiles
+    assert not portable.has_tiles
+    assert kernels.can_attend(draw(1, 2, 24), 5) is kernels.has_tiles
+    assert not portable.can_attend(draw(1, 2, 24), 5)
+    assert portable.can_attend(draw(1, 2, 64), 16)

@@ -16,13 +16,11 @@ from diffusers.models.transformers.transformer_flux2 import Flux2SwiGLU
 from torch import Tensor
 
 from core.page_scheme import PageDtype
-from model_executor.cpu import cpu_has_amx
 from model_executor.kernels import cpu_kernels as module
 from model_executor.kernels.attention import normalise_and_rotate_
 from model_executor.kernels.cpu_kernels import (
     Kernels,
     best_kernels,
-    can_attend,
     can_gelu,
     can_quantise,
     can_swiglu,
@@ -224,11 +222,11 @@ def make_map(channels: int, size: tuple[int, int]) -> Tensor:
     return torch.randn(1, channels, *size).to(torch.bfloat16, memory_format=torch.channels_last)
 
 
-def test_the_choice_of_the_attention_kernel_does_not_depend_on_the_number_of_queries() -> None:
-    assert all(can_attend(torch.empty(n, 2, 64), 16) for n in (1, 500))
-    assert not can_attend(torch.empty(1, 2, 32), 16)
-    assert not can_attend(torch.empty(1, 2, 64, dtype=torch.float16), 16)
-    assert not can_attend(torch.empty(1, 2, 64), 15)
+def test_the_choice_of_the_attention_kernel_does_not_depend_on_the_number_of_queries(kernels: Kernels) -> None:
+    assert all(kernels.can_attend(torch.empty(n, 2, 64), 16) for n in (1, 500))
+    assert not kernels.can_attend(torch.empty(1, 2, 32), 16)
+    assert not kernels.can_attend(torch.empty(1, 2, 64, dtype=torch.float16), 16)
+    assert not kernels.can_attend(torch.empty(1, 2, 64), 15)
 
 
 def test_kernels_are_used_on_one_thread_only() -> None:
@@ -323,8 +321,6 @@ def test_denoiser_on_kernels(
     """Equal to PyTorch's operators within rounding. Own content gives the bits of the exact pass, and so does any
     batch.
     """
-    if dtype == torch.bfloat16 and cpu_has_amx():
-        pytest.skip("products in bfloat16 are oneDNN's")
     module = deepcopy(flux).to(dtype)
     denoiser, rows = FluxTransformer(module, 1000), [in_dtype(make_row(seed), dtype) for seed in (0, 1)]
     exact = [denoiser.forward([row])[0] for row in rows]

@@ -15,6 +15,7 @@ from core.page_scheme import PageDtype, PageLayout
 from core.patches import Patch
 from model_executor.kernels.low_rank import LowRank
 from model_executor.models.base import PrimeRow, Row
+from model_executor.models.unet import unet as unet_module
 from model_executor.models.unet.unet import Unet
 from model_executor.page_cache.pages import Pages
 from model_executor.patches.adapters import Adapter
@@ -172,6 +173,28 @@ def test_exact_and_masked_rows_share_a_batch(unet: Unet) -> None:
     alone = [unet.forward([row])[0] for row in rows]
     for together, before in zip(unet.forward(rows), alone, strict=True):
         assert torch.equal(together, before)
+
+
+@pytest.mark.parametrize("keeps_rows", [True, False])
+@torch.inference_mode()
+def test_rows_of_a_request_share_a_pass_where_that_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch, keeps_rows: bool
+) -> None:
+    """Which is not so in bfloat16 with AMX: another rank may have the other row."""
+    monkeypatch.setattr(unet_module, "onednn_keeps_rows", lambda dtype: keeps_rows)
+    unet = make_unet("sd", torch.bfloat16)
+    inputs: dict[str, Any] = {
+        name: x.bfloat16() if torch.is_tensor(x) else x for name, x in make_inputs(unet, 0).items()
+    }
+    row, passes = Row(**inputs), list[int]()
+    rows = [row, replace(row, prompt_embeds=row.prompt_embeds + 1)]
+    run = unet._run
+    monkeypatch.setattr(unet, "_run", lambda some: passes.append(len(some)) or run(some))
+    together = unet.forward(rows)
+    assert passes == ([2] if keeps_rows else [1, 1])
+    if not keeps_rows:
+        for output, each in zip(together, rows, strict=True):
+            assert torch.equal(output, unet.forward([each])[0])
 
 
 @torch.inference_mode()
