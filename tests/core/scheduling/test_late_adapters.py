@@ -11,12 +11,13 @@ from fakes import PIXELS, make_edit, make_hires_edit, with_spec
 from ranks_that_die import Site, checkpoints_every, run_until
 
 from core.graph.progress import Progress
+from core.graph.work import Work
 from core.graph.workflow import Node, Region
 from core.graph.workflows.inpaint import INPAINT
 from core.handles import Artefact
 from core.late_adapters import LateAdapters
 from core.messages.engine import AdaptersUsed, EngineRequest, Failed, Finished, PartialImage, UseAdapters
-from core.messages.worker import Batch, StepPlan
+from core.messages.worker import Batch, CostSample, StepPlan
 from core.patches import Patch
 from core.scheduling.ops.denoise import Denoise
 from core.scheduling.ops.text_encode import TextEncode
@@ -34,8 +35,8 @@ def late(request: EngineRequest, most: int) -> EngineRequest:
 class Adapted(Site):
     """A site on which `load` loads the adapter, and that notes what is sent to its workers."""
 
-    def __init__(self, num_ranks: int = 1) -> None:
-        super().__init__(Random(0), num_ranks, Default())
+    def __init__(self, num_ranks: int = 1, **limits: int) -> None:
+        super().__init__(Random(0), num_ranks, Default(), **limits)
         self.batches = list[Batch]()
         submit = self.workers.submit
 
@@ -212,6 +213,37 @@ def test_others_go_on_while_as_many_wait_as_may_run_together(most: int) -> None:
         site.load(name)
     site.finish()
     assert sorted(site.ended[3:]) == waiting
+
+
+def test_one_that_waits_is_shown_beside_large_ones_where_its_last_step_was_made() -> None:
+    """Also once there is a plan without it."""
+    site = Adapted(3)
+    site.scheduler.add(late(make_edit("a", steps=2, partial_images=1), most=1))
+    run_until(site, lambda: len(site.steps) == 1)
+    site.scheduler.add(make_edit("b", steps=40))
+    site.stand_still()
+    assert "b" not in site.ended, "it has many steps left"
+    assert [output.request_id for output in site.outputs if isinstance(output, PartialImage)] == ["a"]
+    by_node = {item.node: batch.ranks for batch in site.batches for item in batch.items if item.request_id == "a"}
+    assert by_node["preview"] == by_node["denoise"]
+
+
+@pytest.mark.parametrize("slots", [2, 8])
+def test_another_large_one_has_the_rank_of_one_that_waits_at_once(slots: int) -> None:
+    """And its slot, if there are too few."""
+    site = Adapted(2, max_num_seqs=slots)
+    one, two = (
+        CostSample("m", "transformer", "denoise", Work.of([280] * number), float(number), is_profile=True)
+        for number in (1, 2)
+    )
+    site.scheduler.learn([one, two])
+    site.scheduler.add(late(make_edit("a", steps=9), most=3))
+    site.scheduler.add(make_edit("b", steps=100))
+    site.scheduler.add(make_edit("c", steps=100))
+    site.stand_still()
+    assert site.workers.steps_done("a") == 3
+    assert site.workers.steps_done("b") + site.workers.steps_done("c") < 40
+    assert site.workers.steps_done("c") > 0
 
 
 def test_rounds_of_classes_are_no_steps() -> None:

@@ -173,14 +173,16 @@ class Default(SchedulingPolicy):
         )
 
     def _is_stale(self, view: View) -> bool:
-        """Whether another plan may be better when a batch cannot be repeated, because one of its requests has ended or
-        was set back. A rank's death can set a request back to a step that the plan does not know, so requests that have
-        lost a rank make every plan stale until they end.
+        """Whether another plan may be better when a batch cannot be repeated, because one of its requests has ended,
+        stands still or was set back. A rank's death can set a request back to a step that the plan does not know, so
+        requests that have lost a rank make every plan stale until they end.
         """
         served = self._plan.served
         if any(request.has_lost_rank for request in (*served, *view.requests.running)):
             return True
-        self._is_slot_left = not all(map(has_steps, served))
+        stands = any(each.id in self._apart and each.stands_still for each in view.requests.running)
+        self._has_room |= stands  # it has no lane whose next request follows
+        self._is_slot_left = stands or not all(map(has_steps, served))
         return self._is_slot_left and self._may_be_better(view)
 
     def _make_plan(self, view: View, now: float) -> None:
@@ -197,7 +199,10 @@ class Default(SchedulingPolicy):
         self._is_wanted = any(each.request.runs_alone for each in self._plan.given_up)  # then others may run
         if self._apart:
             ended = self._plan.ended
-            self._groups.line_up(view, [each for each in requests if each.id not in ended], self._small, now)
+            still = (each for each in view.requests.running if each.stands_still)
+            standing = [each for each in still if not self._predictions.of(view, each).is_small]
+            lined_up = [each for each in requests if each.id not in ended]
+            self._groups.line_up(view, lined_up, self._small, standing, now)
 
     def _want_copies(self, view: View, now: float) -> None:
         """Decide which models are to have further ranks."""

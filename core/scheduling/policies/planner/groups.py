@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from math import inf, isinf
@@ -72,12 +72,22 @@ class Groups:
         self._known.pop(request_id, None)
         self._large.discard(request_id)
 
-    def line_up(self, view: View, requests: Sequence[Request], small: Collection[str], now: float) -> None:
-        """Note the requests that may run, in scheduling order, some of them large. small: ids of the others."""
+    def line_up(
+        self,
+        view: View,
+        requests: Sequence[Request],
+        small: Collection[str],
+        standing: Iterable[Request],
+        now: float,
+    ) -> None:
+        """Note the requests that may run, in scheduling order, some of them large. small: ids of the others. standing:
+        large ones that stand still, whose ranks are taken only while these compute them.
+        """
         self._able = {each.id: able for each in requests if (able := able_ranks(view, each))}
         ordered = self._in_order(view, requests, now)
         self._known, self._small_costs = {}, []
-        self._large = {each.id for each in requests if each.id not in small}
+        large = [each for each in requests if each.id not in small]
+        self._large = {each.id for each in (*large, *standing)}
         self._small = [each for each in ordered if each.id in small]
         self._queue = [each for each in ordered if each.id in self._large or each is self._small[0]]
         self._num_next = sum(each.id in small for each in ordered[: len(view.ranks)])
@@ -132,7 +142,8 @@ class Groups:
 
     def _ready_queue(self, view: View) -> list[Request]:
         """The requests that could be given ranks now, of the small ones only the first that has not ended: those that
-        have done all steps, as many others as there are ranks that have their models, and all that are computed.
+        have done all steps, as many others as there are ranks that have their models, but for those that stand still,
+        and all that are computed.
         """
         first_small = self._first_small
         running = [each for each in view.requests.running if each.id in self._large]
@@ -141,6 +152,8 @@ class Groups:
         for request in self._queue:
             if len(queue) >= most:
                 break
+            if request.id in self._large and request.stands_still:
+                continue
             if request.id in self._large and (able := self._able.get(request.id)):
                 of_model[able] += 1
                 if of_model[able] > len(able):
@@ -275,7 +288,8 @@ def _doings(request: Request, place: RankIds) -> tuple[Hashable, ...]:
     """
     progress, is_alone = request.progress, request.runs_on_one_rank
     sent, over = len(request.sent_to), len(progress.over)  # of nodes in flight, and that do not run any more
-    return progress.steps_left, sent, over, progress.is_restarting, request.status, place, is_alone
+    doings = progress.steps_left, sent, over, progress.is_restarting, request.status, place, is_alone
+    return *doings, request.stands_still
 
 
 class _Member(NamedTuple):
@@ -343,6 +357,8 @@ def _keep_coming(requests: Sequence[Request], now: float) -> bool:
 
 def _makes_steps(view: View, request: Request, steps: int) -> bool:
     """Whether a request makes steps now, or does so next. steps: its remaining steps."""
+    if request.stands_still:
+        return False  # after the one that may be made now, it needs its ranks no more
     names, progress = request.workflow.step_names, request.progress
     if any(name in progress.in_flight for name in names):
         return True

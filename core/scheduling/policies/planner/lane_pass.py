@@ -47,7 +47,7 @@ class LanePass(StepPass):
             if not self.view.open_ranks.isdisjoint(self.groups[request.id]) or self._may_have_rank_beside(request):
                 large.append(request)
         if not self.lanes:
-            return large
+            return large + [each for each in self._without_steps() if each.stands_still]
         small = self._admit_planned(room)
         for request in small:
             self._last_home(request)
@@ -57,9 +57,7 @@ class LanePass(StepPass):
         """Requests that have no steps to make now, then served ones, but for those that have nothing to do with the
         open ranks. room: for so many that have not begun.
         """
-        ended, closed = self.apart | self.plan.ended, frozenset(self.lanes) - self.view.open_ranks
-        running = (each for each in self.view.requests.running if each.id not in ended)
-        admitted = [each for each in running if not has_steps(each)]
+        admitted, closed = self._without_steps(), frozenset(self.lanes) - self.view.open_ranks
         for rank, served in ((None, self.plan.others), *self.plan.served_on):
             for request in served:
                 if rank in closed and self._is_elsewhere(request, rank):
@@ -72,6 +70,18 @@ class LanePass(StepPass):
                     continue
                 admitted.append(request)
         return admitted
+
+    def _without_steps(self) -> list[Request]:
+        """Running requests that have no steps to make now, of the large ones those that stand still: these have no
+        groups.
+        """
+        ended = self.plan.ended
+        running = (
+            each
+            for each in self.view.requests.running
+            if each.id not in (self.groups if each.stands_still else self.apart)
+        )
+        return [each for each in running if not has_steps(each) and each.id not in ended]
 
     def _is_elsewhere(self, request: Request, rank: int | None) -> bool:
         """Whether nothing of a served request could go to the open ranks, so that a pass need not look at it: all of it
@@ -178,7 +188,7 @@ class LanePass(StepPass):
 
     def _rank_among(self, request: Request, node: Node, ranks: RankIds) -> int:
         """For a large request the first rank of its group, for a small one its home. Where others are at home with it,
-        pictures are decoded on a rank where nobody is.
+        pictures are decoded on a rank where nobody is. One that stands still has its home where its values are.
         """
         if request.id in self.groups:
             first = self.groups[request.id][0]
@@ -186,7 +196,7 @@ class LanePass(StepPass):
         if node.name in request.workflow.step_names:
             return self._home(request, node, ranks)
         home = self._last_home(request)
-        if node.name in request.workflow.after_rounds:
+        if node.name in request.workflow.after_rounds and (home in self.lanes or not request.stands_still):
             return self._spare(ranks, home)
         return home if home in ranks else ranks[0]
 
@@ -235,7 +245,11 @@ class LanePass(StepPass):
         return home
 
     def _last_home(self, request: Request) -> int:
-        """The home of a request's next steps, or its last ones."""
+        """The home of a request's next steps, or its last ones. If it stands still, that is where the last one was
+        made, also of a large request.
+        """
+        if request.stands_still and request.step_ranks:
+            return request.step_ranks[0]
         node = request.step_node
         if node is None:
             return self.lanes[0] if self.lanes else self.view.ranks[0]
