@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 from core.ipc.small_files import open_regular
 
-COMPILE_SECONDS = 60.0
-"""For the compiler, and for another process that compiles."""
+COMPILE_SECONDS = 300.0
+"""For the compiler, and for another process that compiles. With twenty processes at work on two cores it took 76."""
 
 LOCK_POLL_SECONDS = 0.05
 
