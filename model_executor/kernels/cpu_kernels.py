@@ -412,11 +412,12 @@ def pack(weight: Tensor, panel: int = PANEL) -> Tensor:
 def pack_tiles(weight: Tensor) -> Tensor:
     """The bfloat16 weight [out, in] in the order that products with AMX's tiles read: [out / SQUARE, in / TILE_DEPTH,
     2, TILE_DEPTH / 2, SQUARE / 2, 2]: squares of outputs, steps of inputs, two tiles of pairs of inputs by outputs. It
-    is filled up with zeros."""
+    is filled up with zeros, and not contiguous, since that takes a copy."""
     outputs, inputs = weight.shape
-    whole = F.pad(weight, (0, -inputs % TILE_DEPTH, 0, -outputs % SQUARE))
+    missing = -inputs % TILE_DEPTH, -outputs % SQUARE
+    whole = F.pad(weight, (0, missing[0], 0, missing[1])) if any(missing) else weight.contiguous()
     tiles = whole.view(-1, 2, SQUARE // 2, whole.shape[1] // TILE_DEPTH, TILE_DEPTH // 2, 2)
-    return tiles.permute(0, 3, 1, 4, 2, 5).contiguous()
+    return tiles.permute(0, 3, 1, 4, 2, 5)
 
 
 def _tile_rooms(x: Tensor, outputs: int) -> tuple[Tensor | None, Tensor | None]:
