@@ -31,10 +31,10 @@ ENTRY = f"{__name__}:main"
 """See `engine.router.local_backend.ENTRY`."""
 
 PARTS = ("queue", "encode", "prime", "denoise", "decode")
-"""Of `Finished.ms`."""
+"""The keys of `Finished.ms`."""
 
 STEP_SECONDS = 1e-3
-"""Of the cost model that it reports, so that routers predict."""
+"""A step takes this long by the cost model that the engine reports: routers predict with it."""
 
 
 def main(config: bytes, fds: list[int]) -> None:

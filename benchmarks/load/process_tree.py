@@ -32,7 +32,7 @@ def cpu_seconds(root: int) -> float:
 
 
 def cpu_by_name(root: int) -> dict[str, float]:
-    """The same by the names of processes."""
+    """User and system time of the tree's living processes so far, by their names."""
     found = defaultdict[str, float](float)
     for process in processes(root):
         with suppress(psutil.NoSuchProcess):

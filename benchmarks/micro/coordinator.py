@@ -3,9 +3,9 @@ requests in flight, workflows of FLUX.1-dev's and Stable Diffusion 3.5's length.
 
 The scheduler with its policy is that of the engine; time and ranks are simulated, step by step. What is counted is CPU
 time: of its passes, of applying results, of reports and statistics, and of encoding and decoding all messages; neither
-event loop nor sockets. It takes as long in simulated time, and what comes meanwhile waits for the next pass. It is told
-per completed node (one of one request), and as shares: of one core's time, and of the time that ranks execute. For each
-request that ends another one comes. Fewer ranks have as many fewer requests.
+event loop nor sockets. As much simulated time passes, and what comes meanwhile waits for the next pass. The benchmark
+prints CPU time per completed node (one of one request), and as shares: of one core's time, and of the time that ranks
+execute. For each request that ends another one comes. Fewer ranks have as many fewer requests.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class Coordinator(SimulatedEngine):
 
 
 class Measured(NamedTuple):
-    """Of an interval of simulated time. seconds: CPU time of the coordinator. elapsed, busy: simulated seconds, and
-    those that ranks executed, summed over them.
+    """What was measured in an interval. seconds: CPU time of the coordinator. elapsed, busy:
+    simulated seconds, and those that ranks executed, summed over them.
     """
 
     seconds: float

@@ -44,7 +44,7 @@ PAUSE_SECONDS = 0.01
 """Between two edits alone."""
 
 TICK_SECONDS = 0.002
-"""Of the timer beside a stream."""
+"""The timer beside a stream fires this often."""
 
 MOST = 16
 """Edits of a stream at a time."""

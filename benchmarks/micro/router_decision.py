@@ -30,7 +30,7 @@ from core.routing.request_shape import RequestShape
 REPEATS = 5
 
 BYTE_SECONDS = 1 / 0.3e9
-"""Of an engine of another machine, see `Fleet.note_link`."""
+"""A byte takes this long to an engine of another machine, see `Fleet.note_link`."""
 
 MODEL_BYTES = 24_000_000_000
 LOAD_SECONDS = MODEL_BYTES / 5e9
