@@ -31,6 +31,7 @@ export async function withPage(browser, options, use, expected = []) {
   const context = await browser.newContext({ viewport: { width: 1280, height: 900 }, ...options });
   context.setDefaultTimeout(60_000); // a busy machine fails no test
   const page = await context.newPage();
+  page.on("filechooser", () => {}); // from the start: a busy browser heeds it late, and would open its own dialog till then
   const errors = [];
   page.on("console", (message) => message.type() === "error" && errors.push(message.text()));
   page.on("pageerror", (error) => errors.push(String(error)));
