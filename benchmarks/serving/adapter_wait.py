@@ -61,7 +61,7 @@ class Bench:
         self._engine, self._file, self._num_steps = engine, file, num_steps
         self._names = (f"late-{number}" for number in count())  # each load has one of its own
         self.steps_without = list[int]()
-        additions = engine._engine.services.router.additions
+        additions = engine._engine.services.engines.additions
         load = additions.load_adapter
 
         async def slowly(model: str, name: str, path: str, keep: Collection[str]) -> AdapterAdded:

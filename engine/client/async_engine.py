@@ -96,7 +96,7 @@ class AsyncEngine:
         try:
             if services.keeper is not None:
                 services.keeper.start()
-            services.router.start()
+            services.engines.start()
             await services.images.start()
         except BaseException:
             await self._dismantle()
@@ -105,12 +105,12 @@ class AsyncEngine:
 
     async def ready(self) -> None:
         """Wait until edits are served. Raises the error that kept the engine from starting."""
-        router = self.services.router
-        models = await router.ready()
+        engines = self.services.engines
+        models = await engines.ready()
         adapters = [model.name for model in models.values() if model.parent]
         self.metrics.expect(models.keys() - set(adapters), self.config.engine.data_parallel_size)  # 0: the router does
         self.metrics.name_adapters(adapters)
-        self._served.set(models, msgspec.structs.replace(self.config.engine, cache=router.cache))
+        self._served.set(models, msgspec.structs.replace(self.config.engine, cache=engines.cache))
 
     async def shutdown(self, drain_seconds: float) -> None:
         """Refuse new edits, let running ones finish within `drain_seconds`, then end all processes, free all memory."""
@@ -123,7 +123,7 @@ class AsyncEngine:
         """Wait until the last engine is given up and return the reason. Does not return while any engine serves or is
         being restarted.
         """
-        return await self.services.router.failed()
+        return await self.services.engines.failed()
 
     async def _run(self) -> None:
         """The actor: all background tasks of the engine are in this task group; its end is the engine's end."""
@@ -131,7 +131,7 @@ class AsyncEngine:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._sessions.start(tasks)
-                tasks.create_task(router.run())
+                tasks.create_task(self.services.engines.run())
                 tasks.create_task(images.closed())
                 if keeper is not None:
                     tasks.create_task(keeper.run())
@@ -143,13 +143,13 @@ class AsyncEngine:
                     await keeper.close()
         except Exception as error:  # the actor's edge: swallowed, a bug here would leave every caller waiting
             logger.exception("the engine's client failed")
-            router.fail(EngineError(f"internal error: {error}"))
+            self.services.engines.fail(EngineError(f"internal error: {error}"))
         finally:
             await self._dismantle()
 
     async def _dismantle(self) -> None:
         """End all processes and free all memory, in whatever state the engine is."""
-        await self.services.router.close()
+        await self.services.engines.close()
         with suppress(Exception):  # its failure was raised by `start` or logged by `_run`
             await self.services.images.stop()
         if self.services.keeper is not None:
@@ -259,10 +259,10 @@ class AsyncEngine:
         left, OverloadedError, also while engines are up and none of them has it.
         """
         self._check_open()
-        router = self.services.router
-        if router.error is None and (error := router.error_of(model)) is not None:
+        engines = self.services.engines
+        if engines.error is None and (error := engines.error_of(model)) is not None:
             raise error
-        self._refuse_unless(router.is_served(model) or not router.is_ready)
+        self._refuse_unless(engines.is_served(model) or not engines.is_ready)
 
     def _check_served(self, choice: ModelChoice) -> None:
         """Check a choice that was made a while ago, right before its session begins, which keeps its adapters. Raises
@@ -390,22 +390,22 @@ class AsyncEngine:
 
     @property
     def is_ready(self) -> bool:
-        return bool(self.models) and self.services.router.is_ready and not self.is_closing
+        return bool(self.models) and self.services.engines.is_ready and not self.is_closing
 
     @property
     def engines(self) -> tuple[int, ...]:
         """The numbers of the engines; what follows has an entry for each of them."""
-        return tuple(self.services.router.engines)
+        return tuple(self.services.engines.ranks)
 
     @property
     def links(self) -> tuple[MachineLink | None, ...]:
         """The way to each engine; None: it is of this machine, or of none yet."""
-        return tuple(self.services.router.links)
+        return tuple(self.services.engines.links)
 
     @property
     def alive(self) -> tuple[bool, ...]:
         """For each engine, whether it serves."""
-        return tuple(self.services.router.alive)
+        return tuple(self.services.engines.alive)
 
     @property
     def num_ranks(self) -> tuple[int, ...]:
@@ -419,22 +419,22 @@ class AsyncEngine:
     @property
     def replicas(self) -> tuple[tuple[ReplicaState, int], ...]:
         """State and number of restarts in a row of each engine."""
-        return tuple(self.services.router.replicas)
+        return tuple(self.services.engines.states)
 
     @property
     def loads(self) -> tuple[LoadReport | None, ...]:
         """The last report of each engine; None before the first."""
-        return tuple(self.services.router.loads)
+        return tuple(self.services.engines.loads)
 
     @property
     def stats(self) -> tuple[EngineStats | None, ...]:
         """The last statistics of each engine; None before the first report."""
-        return tuple(self.services.router.stats)
+        return tuple(self.services.engines.stats)
 
     @property
     def recent_steps(self) -> tuple[tuple[StepSample, ...], ...]:
         """The last denoising steps of each engine, at most MAX_RECENT_STEPS, the oldest first."""
-        return tuple(map(tuple, self.services.router.recent_steps))
+        return tuple(map(tuple, self.services.engines.recent_steps))
 
     @property
     def num_admitted(self) -> int:

@@ -24,6 +24,7 @@ from engine.client.templates.template_store import TemplateStore
 from engine.images.image_pool import ImagePool
 from engine.observability.metrics import Metrics
 from engine.router.engine_backend import Cluster, EngineBackend
+from engine.router.engines import Engines
 from engine.router.local_backend import LocalBackend
 from engine.router.router import Router
 
@@ -38,6 +39,7 @@ class Services:
     sessions: RunningSessions  # all running edits and templates
     arena: ClientArena  # all shared memory of sessions
     images: ImagePool  # decodes uploads, encodes files
+    engines: Engines
     router: Router  # sends requests to the engines
     templates: TemplateRegistry  # registered templates and their pages
     states: KeptStates  # of pictures, for approximate caching
@@ -78,6 +80,7 @@ class Services:
                 sessions=sessions,
                 arena=arena,
                 images=ImagePool(config.image, arena.shared),
+                engines=router.engines,
                 router=router,
                 templates=TemplateRegistry(templates, served, router, states),
                 states=states,

@@ -1,6 +1,6 @@
 """ClusterFollower: keeps as many engines as a cluster has room for, while machines join and leave it.
 
-What is to be done is decided in core/routing/placement.py; the Router does it.
+What is to be done is decided in core/routing/placement.py; Engines does it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TELL_SECONDS = 10.0
 
 
 class PlacedEngines(Protocol):
-    """The engines; implemented by `engine.router.router.Router`. Nothing waits."""
+    """The engines; implemented by `engine.router.engines.Engines`. Nothing waits."""
 
     def placed(self) -> Mapping[int, EnginePlace]:
         """All but those that end, by number."""

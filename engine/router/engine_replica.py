@@ -1,7 +1,7 @@
 """EngineReplica: supervises one engine: has it started, restarts it with back-off, gives it up if it keeps dying.
 
-Runs in the API server, driven by the Router, which sends the requests of a dead engine to another one. Cached pages in
-memory are lost with it and primed again.
+Runs in the API server, where the Router sends the requests of a dead engine to another one. Cached pages in memory are
+lost with it and primed again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from core.messages.engine import DropTemplate, EngineRequest, PrimeTemplate, Use
 from core.messages.worker import Addition, Removal
 from core.model_info import ModelInfo
 from core.restarts import MAX_RESTARTS, Restarts, restart_limit
+from core.routing.placement import EnginePlace, PlaceState
 from engine.router.engine_backend import EngineBackend, MachineLink
 from engine.router.engine_client import EngineClient, Waiter
 
@@ -40,7 +41,7 @@ once it has done what it has. gone: given up."""
 
 
 class ReplicaWatcher(Protocol):
-    """Callbacks of an EngineReplica; implemented by `engine.router.router.Router`. They must not block or raise."""
+    """Callbacks of an EngineReplica; implemented by `engine.router.engines.Engines`. They must not block or raise."""
 
     def on_up(self, rank: int) -> None:
         """The engine is ready, for the first time or again."""
@@ -205,11 +206,6 @@ class EngineReplica:
         return self._client.is_idle
 
     @property
-    def waits_for_room(self) -> bool:
-        """Whether its machine has had no room for it for a while."""
-        return not self._client.is_placed and time.monotonic() - self._started > PLACE_SECONDS
-
-    @property
     def link(self) -> MachineLink | None:
         """The way to it; None: it is of this machine, or of none yet."""
         return self._client.link
@@ -233,6 +229,22 @@ class EngineReplica:
         if self.is_alive:
             return "serving"
         return "restarting" if self.has_served else "loading"
+
+    @property
+    def place(self) -> EnginePlace:
+        """Where it is in a cluster."""
+        return EnginePlace(self.machine, self._place_state, self.is_idle)
+
+    @property
+    def _place_state(self) -> PlaceState:
+        if self.error is not None:
+            return "gone"
+        if self.is_draining:
+            return "draining"
+        if self.has_served:
+            return "served"
+        waits_for_room = not self._client.is_placed and time.monotonic() - self._started > PLACE_SECONDS
+        return "waiting" if waits_for_room else "starting"
 
     # ---------------------------------------------------------------------------------- messages
 

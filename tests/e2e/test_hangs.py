@@ -72,7 +72,7 @@ async def until_restarted(engine: AsyncEngine, times: int) -> None:
 
 async def test_hanging_during_a_restart_counts_as_one_more_death(engine: AsyncEngine, folder: Path) -> None:
     """First its worker hangs, then the engine itself; the third start succeeds, and the waiting edits continue."""
-    replica = engine.services.router._replicas[0]
+    replica = engine.services.engines.replicas[0]
     assert 1.0 < replica._start_seconds < 120.0, "three times as long as it took at first"
     expected = await run_each(engine, BRIEF)
     tasks = await begin(engine, BRIEF)

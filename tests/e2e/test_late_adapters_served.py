@@ -98,7 +98,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def load_after(engine: AsyncEngine, wait: Callable[[], Awaitable[object]]) -> None:
     """Let all loads begin only after a wait."""
-    additions = engine.services.router.additions
+    additions = engine.services.engines.additions
     load = additions.load_adapter
 
     async def slowly(*asked: Any) -> AdapterAdded:

@@ -408,7 +408,7 @@ async def test_the_longest_prompts_of_a_full_batch_reach_the_worker(one_worker: 
 @in_module
 async def test_the_sockets_folder_is_gone_once_connected(one_worker: AsyncEngine) -> None:
     assert one_worker.is_ready
-    engine = one_worker.services.router._replicas[0]._client._engine
+    engine = one_worker.services.engines.replicas[0]._client._engine
     assert isinstance(engine, LocalEngine)
     assert not engine._folder.exists()
 

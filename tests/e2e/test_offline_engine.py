@@ -145,13 +145,13 @@ def test_a_broken_message_fails_only_its_own_edit_and_leaves_no_trace(engine: Im
     while inner.num_admitted:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    waiters = inner.services.router._replicas[0]._client._waiters
+    waiters = inner.services.engines.replicas[0]._client._waiters
     assert not [name for name in (*inner.services.router._placements, *waiters) if not name.startswith("capture-")]
     inner.services.arena.check_integrity()
 
 
 def test_bytes_that_are_no_message_do_not_end_the_engine(engine: ImageEngine) -> None:
-    before, client = processes(), engine._engine.services.router._replicas[0]._client
+    before, client = processes(), engine._engine.services.engines.replicas[0]._client
     heard: list[RequestOutput] = []
 
     async def send() -> None:
@@ -175,7 +175,7 @@ def test_a_broken_message_that_waited_for_an_engine_fails_when_one_is_up(engine:
     next(child for child in psutil.Process().children() if "stencil-engine-0" in child.cmdline()).kill()
 
     async def broken() -> list[object]:
-        while inner.services.router.is_ready:
+        while inner.services.engines.is_ready:
             await asyncio.sleep(0.001)
         async with inner.edit("waited", BROKEN["cannot be encoded"], inner.choose_model()) as outputs:
             return [output async for output in outputs]

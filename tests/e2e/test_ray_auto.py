@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ray
 
 
 def machine_of(engine: AsyncEngine, number: int) -> str:
-    return engine.services.router._replicas[number].machine
+    return engine.services.engines.replicas[number].machine
 
 
 def drain(address: str, machine: str) -> None:

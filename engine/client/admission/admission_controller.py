@@ -73,8 +73,8 @@ class AdmissionController:
 
         Raises EngineDeadError, InvalidRequestError for more images than the whole queue holds, OverloadedError.
         """
-        if self._router.error is not None:
-            raise EngineDeadError(str(self._router.error))
+        if self._router.engines.error is not None:
+            raise EngineDeadError(str(self._router.engines.error))
         self._highest_class = min(self._highest_class, session.priority)
         if session.num_images > self._max_queue:
             message = f"Invalid 'n': {session.num_images} images; this server takes at most {self._max_queue}, "

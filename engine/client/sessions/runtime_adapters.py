@@ -134,7 +134,7 @@ class RuntimeAdapters:
             raise _taken(f"'{name}' is served already")
 
     async def _load(self, name: str, path: str, model: ModelInfo) -> ModelInfo:
-        added = await self._services.router.additions.load_adapter(model.name, name, path, self._named(model.name))
+        added = await self._services.engines.additions.load_adapter(model.name, name, path, self._named(model.name))
         own = {"patch": added.patch, "defaults": added.defaults}
         return msgspec.structs.replace(model, name=name, parent=model.name, **own)
 
@@ -151,7 +151,7 @@ class RuntimeAdapters:
         await self._services.sessions.wait_while_any(uses_it)
         async with self._changing:
             if adapter.patch not in self._named(adapter.parent) and not any(map(uses_it, self._services.sessions)):
-                self._services.router.additions.remove(DropAdapter(adapter.parent, adapter.patch))
+                self._services.engines.additions.remove(DropAdapter(adapter.parent, adapter.patch))
 
     def _named(self, model: str) -> set[str]:
         """The patches of a model that have a name."""

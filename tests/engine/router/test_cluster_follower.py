@@ -61,8 +61,8 @@ class Machines(Backend):
 async def following(machines: Machines) -> AsyncIterator[Router]:
     config = StencilConfig(engine=AUTO)
     router = Router(config, machines, Metrics(), machines)
-    router.start()
-    running = asyncio.create_task(router.run())
+    router.engines.start()
+    running = asyncio.create_task(router.engines.run())
     try:
         async with asyncio.timeout(20):
             yield router
@@ -72,8 +72,8 @@ async def following(machines: Machines) -> AsyncIterator[Router]:
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
-        await router.close()
-    assert isinstance(await router.failed(), StencilError)
+        await router.engines.close()
+    assert isinstance(await router.engines.failed(), StencilError)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -98,10 +98,10 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_engines_follow_the_machines(tmp_path: Path) -> None:
     machines = Machines(tmp_path, a=1)
     async with following(machines) as router:
-        assert (router.error, router.is_ready, router.loads) == (None, False, [])
-        assert [*await router.ready()] == ["m"]
+        assert (router.engines.error, router.engines.is_ready, router.engines.loads) == (None, False, [])
+        assert [*await router.engines.ready()] == ["m"]
         machines.there["b"] = Machine("b", 2)
-        await until(lambda: router.alive == [True, True, True])
+        await until(lambda: router.engines.alive == [True, True, True])
         assert machines.started == ["a", "b", "b"]
         calls = Calls(router)
         for name in "stuv":
@@ -110,18 +110,18 @@ async def test_engines_follow_the_machines(tmp_path: Path) -> None:
         assert all(engine.workers.workers.denoised for engine in machines.engines), "each gets requests"
         assert alive_series(router) == {"0", "1", "2"}
         del machines.there["b"]
-        await until(lambda: router.engines == [0])
-        assert (router.alive, alive_series(router), router.error) == ([True], {"0"}, None)
+        await until(lambda: router.engines.ranks == [0])
+        assert (router.engines.alive, alive_series(router), router.engines.error) == ([True], {"0"}, None)
         machines.there["c"] = Machine("c", 1)
-        await until(lambda: router.alive == [True, True])
-        assert (router.engines, machines.started[3:]) == ([0, 1], ["c"])
+        await until(lambda: router.engines.alive == [True, True])
+        assert (router.engines.ranks, machines.started[3:]) == ([0, 1], ["c"])
 
 
 async def test_an_engine_of_a_machine_about_to_leave_does_what_it_has_and_gets_no_more(tmp_path: Path) -> None:
     machines = Machines(tmp_path, a=1, b=1)
     async with following(machines) as router:
-        await router.ready()
-        await until(lambda: router.alive == [True, True])
+        await router.engines.ready()
+        await until(lambda: router.engines.alive == [True, True])
         calls = Calls(router)
         for engine in machines.engines:
             engine.workers.is_hung = True
@@ -131,9 +131,9 @@ async def test_an_engine_of_a_machine_about_to_leave_does_what_it_has_and_gets_n
         leaving = router.engine_of("s")
         assert leaving is not None
         machines.drain(machines.started[leaving])
-        await until(lambda: router.replicas[leaving][0] == "draining")
+        await until(lambda: router.engines.states[leaving][0] == "draining")
         await asyncio.sleep(0.05)
-        assert (len(router.engines), router.alive[leaving], router.is_ready) == (2, False, True)
+        assert (len(router.engines.ranks), router.engines.alive[leaving], router.engines.is_ready) == (2, False, True)
         calls.submit(edit("u"))
         assert router.engine_of("u") == 1 - leaving
         router.drop(DropTemplate("m", "0", ""))
@@ -143,38 +143,39 @@ async def test_an_engine_of_a_machine_about_to_leave_does_what_it_has_and_gets_n
         await calls.ended()
         assert "\nstencil:request_retries_total 0.0\n" in router._metrics.exposition().decode()
         assert "s" in machines.engines[leaving].workers.workers.denoised
-        await until(lambda: router.engines == [1 - leaving])
+        await until(lambda: router.engines.ranks == [1 - leaving])
         assert len(machines.started) == 2
 
 
 async def test_requests_of_the_last_machine_wait_for_the_next_one(tmp_path: Path) -> None:
     machines = Machines(tmp_path, a=1)
     async with following(machines) as router:
-        await router.ready()
+        await router.engines.ready()
         calls = Calls(router)
         machines.engines[0].workers.is_hung = True
         calls.submit(edit("s"))
         await until(lambda: router.has_begun("s"))
         del machines.there["a"]
-        await until(lambda: not router.engines)
-        assert (router.num_waiting, router.is_ready, router.error, router.is_served("m")) == (1, False, None, False)
+        await until(lambda: not router.engines.ranks)
+        engines = router.engines
+        assert (router.num_waiting, engines.is_ready, engines.error, engines.is_served("m")) == (1, False, None, False)
         machines.there["b"] = Machine("b", 1)
         await calls.ended()
         assert machines.started == ["a", "b"]
-        (state, restarts), *_ = router.replicas
+        (state, restarts), *_ = router.engines.states
         assert (state, restarts) == ("serving", 0)
 
 
 async def test_they_wait_too_where_another_machine_cannot_serve(tmp_path: Path) -> None:
     machines = Machines(tmp_path, a=1)
     async with following(machines) as router:
-        await router.ready()
+        await router.engines.ready()
         machines.broken, machines.there["b"] = True, Machine("b", 1)
-        await until(lambda: len(router.engines) == 2 and router.replicas[1][0] == "gone")
+        await until(lambda: len(router.engines.ranks) == 2 and router.engines.states[1][0] == "gone")
         machines.broken = False
         del machines.there["a"]
-        await until(lambda: router.engines == [1])
-        assert (router.error, router.error_of("m")) == (None, None)
+        await until(lambda: router.engines.ranks == [1])
+        assert (router.engines.error, router.engines.error_of("m")) == (None, None)
         calls = Calls(router)
         calls.submit(edit("s"))
         machines.there["c"] = Machine("c", 1)
@@ -185,12 +186,12 @@ async def test_they_wait_too_where_another_machine_cannot_serve(tmp_path: Path) 
 async def test_what_waits_for_a_machine_is_told_when_there_will_be_none(tmp_path: Path) -> None:
     machines = Machines(tmp_path, a=1)
     async with following(machines) as router:
-        await router.ready()
+        await router.engines.ready()
         del machines.there["a"]
-        await until(lambda: not router.engines)
+        await until(lambda: not router.engines.ranks)
         calls = Calls(router)
         calls.submit(edit("s"))
-        router.fail(EngineError("internal error"))
+        router.engines.fail(EngineError("internal error"))
         (output,) = calls.told["s"]
         assert isinstance(output, Failed)
         assert output.failure.message == "internal error"
@@ -199,9 +200,9 @@ async def test_what_waits_for_a_machine_is_told_when_there_will_be_none(tmp_path
 async def test_an_engine_that_dies_starts_again_on_its_machine_while_that_is_there(tmp_path: Path) -> None:
     machines = Machines(tmp_path, a=1)
     async with following(machines) as router:
-        await router.ready()
+        await router.engines.ready()
         machines.engines[0].kill()
-        await until(lambda: len(machines.engines) == 2 and router.alive == [True])
+        await until(lambda: len(machines.engines) == 2 and router.engines.alive == [True])
         assert machines.started == ["a", "a"]
 
 
@@ -215,14 +216,14 @@ async def test_an_engine_that_differs_from_the_others_is_refused(
     monkeypatch.setattr(Engine, "stop", stop)
     machines = Machines(tmp_path, a=1)
     async with following(machines) as router:
-        models = await router.ready()
-        like = router._like
+        models = await router.engines.ready()
+        like = router.engines._like
         assert like is not None
         like._models = {"m": msgspec.structs.replace(models["m"], dtype="other")}
         machines.there["b"] = Machine("b", 1)
         await until(lambda: len(machines.started) == 2)
-        await until(lambda: router.replicas[1][1] > 0)
-        assert (router.alive, router.replicas[1][0]) == ([True, False], "loading")
+        await until(lambda: router.engines.states[1][1] > 0)
+        assert (router.engines.alive, router.engines.states[1][0]) == ([True, False], "loading")
 
 
 async def test_a_machine_whose_room_others_have_keeps_no_engine_from_starting_elsewhere(
@@ -235,13 +236,13 @@ async def test_a_machine_whose_room_others_have_keeps_no_engine_from_starting_el
     async with following(machines) as router:
         await until(lambda: machines.started == ["a"])
         machines.silent = False
-        await router.ready()
+        await router.engines.ready()
         await until(lambda: machines.started == ["a", "b", "a"])  # again, since it has to be like the first that serves
-        await until(lambda: router.alive == [True, True])
-        (again,) = [each for each in router._replicas.values() if each is not router._like]
-        assert (again.machine, again._models, router.error) == ("a", router._models, None)
+        await until(lambda: router.engines.alive == [True, True])
+        (again,) = [each for each in router.engines.replicas.values() if each is not router.engines._like]
+        assert (again.machine, again._models, router.engines.error) == ("a", router.engines.models, None)
         del machines.there["a"]
-        await until(lambda: router.alive == [True])
+        await until(lambda: router.engines.alive == [True])
 
 
 async def test_a_cluster_without_room_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -251,7 +252,7 @@ async def test_a_cluster_without_room_is_waited_for(tmp_path: Path, caplog: pyte
         machines.error = EngineError("no answer")
         await asyncio.sleep(0.05)
         machines.error, machines.there["a"] = None, Machine("a", 1)
-        await router.ready()
+        await router.engines.ready()
     assert warnings(caplog) == [
         "no machine of the cluster has room for an engine",
         "the cluster does not answer: no answer",
@@ -268,7 +269,7 @@ async def test_a_cluster_that_is_silent_is_asked_once_and_told_of(
         await asyncio.sleep(0.1)
         assert machines.num_asked == 1
         machines.answering.set()
-        await router.ready()
+        await router.engines.ready()
         machines.answering.clear()  # and the server can stop all the same
         await until(lambda: len(warnings(caplog)) == 2)
     assert {*warnings(caplog)} == {"the cluster does not answer: nothing came in 0.02 s"}
@@ -277,11 +278,11 @@ async def test_a_cluster_that_is_silent_is_asked_once_and_told_of(
 async def test_an_idle_engine_whose_machine_has_left_gets_no_request_while_it_ends(tmp_path: Path) -> None:
     machines = Machines(tmp_path, a=1, b=1)
     async with following(machines) as router:
-        await router.ready()
-        await until(lambda: router.alive == [True, True])
+        await router.engines.ready()
+        await until(lambda: router.engines.alive == [True, True])
         machines.engines[0].workers.is_hung = machines.engines[1].workers.is_hung = True
         calls = Calls(router)
-        router.end_engine(0, "the engine's machine has left")
+        router.engines.end_engine(0, "the engine's machine has left")
         for name in "stuv":
             calls.submit(edit(name))
             assert router.engine_of(name) == 1
@@ -295,7 +296,7 @@ async def test_a_cluster_that_cannot_be_joined_ends_the_server(tmp_path: Path) -
     machines.error = ConfigError("there is no Ray cluster")
     async with following(machines) as router:
         with pytest.raises(ConfigError, match="there is no Ray cluster"):
-            await router.ready()
+            await router.engines.ready()
         with pytest.raises(EngineDeadError):
             router.submit(edit("s"), lambda output: None)
 
@@ -305,8 +306,8 @@ async def test_a_model_that_cannot_be_started_ends_the_server(tmp_path: Path) ->
     machines.broken = True
     async with following(machines) as router:
         with pytest.raises(ConfigError, match="there is no model"):
-            await router.ready()
-        assert str(await router.failed()) == "there is no model"
+            await router.engines.ready()
+        assert str(await router.engines.failed()) == "there is no model"
         machines.broken, machines.there["c"] = False, Machine("c", 1)
         await asyncio.sleep(0.05)
-        assert (router.engines, machines.started) == ([0], []), "it is given up for good"
+        assert (router.engines.ranks, machines.started) == ([0], []), "it is given up for good"

@@ -129,11 +129,11 @@ class Backend:
 @asynccontextmanager
 async def serving(backend: Backend) -> AsyncIterator[Router]:
     router = Router(CONFIG, backend, Metrics())
-    router.start()
-    running = asyncio.create_task(router.run())
+    router.engines.start()
+    running = asyncio.create_task(router.engines.run())
     try:
         async with asyncio.timeout(20):
-            await router.ready()
+            await router.engines.ready()
             yield router
             await router.stop()
             await running
@@ -141,7 +141,7 @@ async def serving(backend: Backend) -> AsyncIterator[Router]:
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
-        await router.close()
+        await router.engines.close()
 
 
 class Calls:
@@ -170,7 +170,7 @@ def edit(name: str, **times: float) -> EngineRequest:
 async def test_a_message_that_comes_twice_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Backend(tmp_path, times=2)
     async with serving(backend) as router:
-        client = router._replicas[0]._client
+        client = router.engines.replicas[0]._client
         send = client._send_bytes
         monkeypatch.setattr(client, "_send_bytes", lambda payload: [send(payload), send(payload)])
         calls, (engine,) = Calls(router), backend.engines
@@ -182,8 +182,8 @@ async def test_a_message_that_comes_twice_does_nothing(tmp_path: Path, monkeypat
         assert len(engine.socket.received) == 8, "each of them has come twice"
         assert engine.workers.workers.denoised.keys() == {*"abcd"}
         assert all(len(steps) == 4 for steps in engine.workers.workers.denoised.values())
-        assert router.loads[0] is not None
-        assert (router.loads[0].num_received, router._fleet.is_alive[0]) == (4, True)
+        assert router.engines.loads[0] is not None
+        assert (router.engines.loads[0].num_received, router.engines.fleet.is_alive[0]) == (4, True)
 
 
 async def test_what_another_incarnation_has_sent_or_was_sent_does_nothing(tmp_path: Path) -> None:
@@ -193,10 +193,10 @@ async def test_what_another_incarnation_has_sent_or_was_sent_does_nothing(tmp_pa
         calls.submit(edit("a"))
         await calls.ended()
         backend.engines[0].kill()
-        while len(backend.engines) == 1 or not router.is_ready:
+        while len(backend.engines) == 1 or not router.engines.is_ready:
             await asyncio.sleep(0.01)
         first, second = (engine.socket for engine in backend.engines)
-        client = router._replicas[0]._client
+        client = router.engines.replicas[0]._client
         for payload in first.sent:
             second.send(payload, zmq.NOBLOCK)
         for payload in first.received:
@@ -205,19 +205,19 @@ async def test_what_another_incarnation_has_sent_or_was_sent_does_nothing(tmp_pa
         await calls.ended()
         assert len(second.received) == len(first.received) + 1
         assert backend.engines[1].workers.workers.denoised.keys() == {"b"}
-        assert router.loads[0] is not None
-        assert (router.loads[0].num_received, len(backend.engines)) == (1, 2)
+        assert router.engines.loads[0] is not None
+        assert (router.engines.loads[0].num_received, len(backend.engines)) == (1, 2)
 
 
 async def test_a_message_that_is_lost_ends_the_engine_and_its_request_goes_to_the_next(tmp_path: Path) -> None:
     backend = Backend(tmp_path)
     async with serving(backend) as router:
-        calls, client = Calls(router), router._replicas[0]._client
+        calls, client = Calls(router), router.engines.replicas[0]._client
         client._envelopes.seal(edit("lost"))
         calls.submit(edit("a"))
         await calls.ended()
         assert len(backend.engines) == 2
-        assert router.error is None
+        assert router.engines.error is None
 
 
 async def test_clocks_may_differ_between_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ async def test_clocks_may_differ_between_machines(tmp_path: Path, monkeypatch: p
         for finished in ended.values():
             assert submitted < finished.made < time.monotonic()
             assert abs(finished.ms["queue"]) < 20_000
-        samples = router.recent_steps[0]
+        samples = router.engines.recent_steps[0]
         assert samples
         assert all(submitted - 1.0 < sample.started < time.monotonic() for sample in samples), "less a fake's step"
 
@@ -261,6 +261,6 @@ async def test_the_way_to_another_machine_is_part_of_predictions(tmp_path: Path)
             backend.engines[0].link = MachineLink("10.0.0.2", 0.0, byte_seconds)
             calls.submit(edit(f"at {byte_seconds}"))
             await calls.ended()
-            there, back = router._fleet.copy_seconds(shape)
+            there, back = router.engines.fleet.copy_seconds(shape)
             assert there[0] == byte_seconds * shape.copied.read > 0
             assert back[0] == byte_seconds * shape.copied.written > 0

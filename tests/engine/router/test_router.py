@@ -63,19 +63,19 @@ class Replica:
         self.watcher.on_up(self.rank)
 
 
-class Engines:
+class Site:
     """Engine 0 has the models a and both, engine 1 has b and both."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("engine.router.router.EngineReplica", Replica)
+        monkeypatch.setattr("engine.router.engines.EngineReplica", Replica)
         names = ("a", "b", "both")
         models = tuple(ModelConfig(served_model_name=name) for name in names)
         engines = {0: ("a", "both"), 1: ("b", "both")}
         classes = {"classes": CLASSES, "workflows": (DIAMOND,)}
         config = EngineConfig(models=models, engines=engines, data_parallel_size=2, **classes)
         self.router = Router(StencilConfig(engine=config), cast(EngineBackend, None), Metrics())
-        self.router._models = {name: msgspec.structs.replace(MODEL, name=name) for name in names}
-        self.first, self.second = cast(list[Replica], self.router._replicas.values())
+        self.router.engines.models = {name: msgspec.structs.replace(MODEL, name=name) for name in names}
+        self.first, self.second = cast(list[Replica], self.router.engines.replicas.values())
         self.told: dict[str, RequestOutput] = {}
 
     def submit(self, name: str, model: str) -> None:
@@ -88,88 +88,88 @@ class Engines:
 
 
 @pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
-    return Engines(monkeypatch)
+def site(monkeypatch: pytest.MonkeyPatch) -> Site:
+    return Site(monkeypatch)
 
 
-def test_requests_go_to_engines_that_serve_their_model(engines: Engines) -> None:
+def test_requests_go_to_engines_that_serve_their_model(site: Site) -> None:
     for number in range(3):
-        engines.submit(f"a{number}", "a")
-        engines.submit(f"b{number}", "b")
-    assert [*engines.first.sent] == ["a0", "a1", "a2"]
-    assert [*engines.second.sent] == ["b0", "b1", "b2"]
+        site.submit(f"a{number}", "a")
+        site.submit(f"b{number}", "b")
+    assert [*site.first.sent] == ["a0", "a1", "a2"]
+    assert [*site.second.sent] == ["b0", "b1", "b2"]
     for template in (DropTemplate("a", "0", ""), DropTemplate("both", "0", "")):
-        engines.router.drop(template)
-    assert [each.model for each in engines.first.dropped] == ["a", "both"]
-    assert [each.model for each in engines.second.dropped] == ["both"]
+        site.router.drop(template)
+    assert [each.model for each in site.first.dropped] == ["a", "both"]
+    assert [each.model for each in site.second.dropped] == ["both"]
 
 
-def test_runs_go_to_any_engine_until_the_last_is_given_up(engines: Engines) -> None:
+def test_runs_go_to_any_engine_until_the_last_is_given_up(site: Site) -> None:
     for number in range(2):
-        engines.submit_run(f"{number}")
-    assert (len(engines.first.sent), len(engines.second.sent)) == (1, 1)
-    engines.first.give_up()
-    engines.submit_run("2")
-    assert {*engines.second.sent} == {"0", "1", "2"}, "also that of the engine which is gone"
-    engines.second.die()
-    assert (engines.told, engines.router.num_waiting) == ({}, 3)
-    engines.second.serve()
-    assert {*engines.second.sent} == {"0", "1", "2"}
-    engines.second.give_up()
-    assert [each.failure.kind for each in engines.told.values() if isinstance(each, Failed)] == ["engine_dead"] * 3
+        site.submit_run(f"{number}")
+    assert (len(site.first.sent), len(site.second.sent)) == (1, 1)
+    site.first.give_up()
+    site.submit_run("2")
+    assert {*site.second.sent} == {"0", "1", "2"}, "also that of the engine which is gone"
+    site.second.die()
+    assert (site.told, site.router.num_waiting) == ({}, 3)
+    site.second.serve()
+    assert {*site.second.sent} == {"0", "1", "2"}
+    site.second.give_up()
+    assert [each.failure.kind for each in site.told.values() if isinstance(each, Failed)] == ["engine_dead"] * 3
     with pytest.raises(EngineDeadError):
-        engines.submit_run("3")
+        site.submit_run("3")
 
 
-def test_a_request_waits_for_the_only_engine_that_serves_its_model(engines: Engines) -> None:
-    engines.submit("1", "b")
-    engines.second.die()
-    assert (engines.told, engines.router.num_waiting) == ({}, 1)
-    assert engines.router.is_ready
-    assert not engines.router.is_served("b")
-    assert engines.router.is_served("both")
-    engines.submit("2", "both")
-    assert [*engines.first.sent] == ["2"]
-    engines.second.serve()
-    assert [*engines.second.sent] == ["1"]
+def test_a_request_waits_for_the_only_engine_that_serves_its_model(site: Site) -> None:
+    site.submit("1", "b")
+    site.second.die()
+    assert (site.told, site.router.num_waiting) == ({}, 1)
+    assert site.router.engines.is_ready
+    assert not site.router.engines.is_served("b")
+    assert site.router.engines.is_served("both")
+    site.submit("2", "both")
+    assert [*site.first.sent] == ["2"]
+    site.second.serve()
+    assert [*site.second.sent] == ["1"]
 
 
-def test_a_request_that_is_sent_again_has_its_late_adapters_from_the_same_step_on(engines: Engines) -> None:
+def test_a_request_that_is_sent_again_has_its_late_adapters_from_the_same_step_on(site: Site) -> None:
     hat = (Patch("hat"),)
     for name in ("told", "shown", "waiting"):
         edit = msgspec.structs.replace(with_spec(make_edit(name), late=LateAdapters(most=5)), model="b")
-        engines.router.submit(edit, lambda output: None)
-    engines.second.sent["shown"](PartialImage(request_id="shown", index=0, step=3))
-    engines.router.use_adapters(["told", "gone"], hat)
-    assert engines.second.used == [UseAdapters(request_id="told", patches=hat)]
-    engines.second.sent["told"](AdaptersUsed(request_id="told", step=2))
-    engines.second.sent["told"](PartialImage(request_id="told", index=0, step=4))
-    engines.second.die()
-    engines.router.use_adapters(["waiting"], hat)
-    engines.second.serve()
-    sent = {name: message.spec for name, message in engines.second.messages.items()}
+        site.router.submit(edit, lambda output: None)
+    site.second.sent["shown"](PartialImage(request_id="shown", index=0, step=3))
+    site.router.use_adapters(["told", "gone"], hat)
+    assert site.second.used == [UseAdapters(request_id="told", patches=hat)]
+    site.second.sent["told"](AdaptersUsed(request_id="told", step=2))
+    site.second.sent["told"](PartialImage(request_id="told", index=0, step=4))
+    site.second.die()
+    site.router.use_adapters(["waiting"], hat)
+    site.second.serve()
+    sent = {name: message.spec for name, message in site.second.messages.items()}
     assert sent["told"].late == LateAdapters(most=2, least=2, are_loaded=True)
     assert sent["shown"].late == LateAdapters(most=5, least=3)
     assert sent["waiting"].late == LateAdapters(most=5, are_loaded=True)
     assert [sent[name].patches for name in ("told", "shown", "waiting")] == [hat, (), hat]
-    assert len(engines.second.used) == 1
-    engines.second.give_up()
+    assert len(site.second.used) == 1
+    site.second.give_up()
 
 
-def test_a_model_whose_engines_are_given_up_is_refused_and_the_others_go_on(engines: Engines) -> None:
-    engines.submit("1", "b")
-    engines.submit("2", "a")
-    engines.second.give_up()
-    told = engines.told["1"]
+def test_a_model_whose_engines_are_given_up_is_refused_and_the_others_go_on(site: Site) -> None:
+    site.submit("1", "b")
+    site.submit("2", "a")
+    site.second.give_up()
+    told = site.told["1"]
     assert isinstance(told, Failed)
     assert told.failure.kind == "model_unavailable"
-    assert engines.router.error is None
+    assert site.router.engines.error is None
     with pytest.raises(ModelUnavailableError, match="no engine is left that serves b"):
-        engines.submit("3", "b")
-    engines.submit("4", "both")
-    assert [*engines.first.sent] == ["2", "4"]
-    engines.first.give_up()
-    failed = [engines.told[name] for name in ("2", "4")]
+        site.submit("3", "b")
+    site.submit("4", "both")
+    assert [*site.first.sent] == ["2", "4"]
+    site.first.give_up()
+    failed = [site.told[name] for name in ("2", "4")]
     assert [each.failure.kind for each in failed if isinstance(each, Failed)] == ["engine_dead"] * 2
     with pytest.raises(EngineDeadError):
-        engines.submit("5", "a")
+        site.submit("5", "a")

@@ -43,7 +43,7 @@ from engine.client.sessions.upload_place import UploadPlace
 from engine.client.templates.result_templates import ResultTemplates
 from engine.client.upload import BytesUpload
 from engine.images.image_jobs import Caller, Room
-from engine.router import router
+from engine.router import engines, router
 from engine.router.engine_client import Waiter
 from engine.router.router import Router
 from entrypoints.openai.answer.errors import describe
@@ -134,9 +134,9 @@ class Server:
         self.results = ResultTemplates(self.services)
         self.engine.services, self.engine._results = self.services, self.results
         self.admission, self.router = services.admission, services.router
-        self.router._models = {"m": MODEL}
+        self.router.engines.models = {"m": MODEL}
         for rank in range(2):
-            self.router.on_report(rank, make_report(costs=COSTS), None)
+            self.router.engines.on_report(rank, make_report(costs=COSTS), None)
         self.engine.metrics.expect({"m": MODEL}, 2)
 
     async def begin(
@@ -158,7 +158,7 @@ class Server:
 
     @property
     def replicas(self) -> list[Replica]:
-        return [replica for replica in self.router._replicas.values() if isinstance(replica, Replica)]
+        return [replica for replica in self.router.engines.replicas.values() if isinstance(replica, Replica)]
 
     @property
     def busy(self) -> Replica:
@@ -173,9 +173,18 @@ class Server:
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
     clock = SimpleNamespace(now=1e9)  # no timeout passes on the event loop's own
-    for module in (session, edit_session, admission_ticket, edit_preparation, edit_delivery, edit_images, router):
+    for module in (
+        session,
+        edit_session,
+        admission_ticket,
+        edit_preparation,
+        edit_delivery,
+        edit_images,
+        engines,
+        router,
+    ):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(router, "EngineReplica", Replica)
+    monkeypatch.setattr(engines, "EngineReplica", Replica)
     served = Server(clock)
     yield served
     served.services.arena.close()
@@ -194,7 +203,7 @@ async def test_a_slow_client_does_not_count_as_server_time(server: Server) -> No
     session = await server.begin(n=2)
     outlook = session._ticket._prediction
     assert outlook is not None
-    replicas = [replica for replica in server.router._replicas.values() if isinstance(replica, Replica)]
+    replicas = [replica for replica in server.router.engines.replicas.values() if isinstance(replica, Replica)]
     for replica in replicas:
         server.clock.now += 2.0
         replica.finish_first()
@@ -304,7 +313,7 @@ async def test_nothing_is_learnt_from_a_failed_edit_that_was_admitted_despite_do
     server.busy.finish_first()
     first.give_up()
     for rank in range(2):
-        server.router.on_report(rank, make_report(num_received=1), None)
+        server.router.engines.on_report(rank, make_report(num_received=1), None)
     session = await server.begin(seconds=0.8 * (outlook.alone + COMPOSE_SECONDS))
     server.busy.fail_first(TOO_LATE)
     with pytest.raises(DeadlineExceededError):
@@ -552,7 +561,7 @@ async def test_bodies_of_one_owner_are_refused_at_the_door_alone(tracking: Serve
 
 async def finish_all(server: Server) -> None:
     server.clock.now += 1.0
-    for replica in server.router._replicas.values():
+    for replica in server.router.engines.replicas.values():
         assert isinstance(replica, Replica)
         while replica.sent:
             replica.finish_first()
@@ -565,7 +574,7 @@ async def test_only_an_edit_whose_own_image_work_takes_too_long_is_refused_at_on
         await server.begin(n=10, name=f"a{index}", owner="a", seconds=300.0)
     await finish_all(server)
     for rank in range(2):
-        server.router.on_report(rank, make_report(num_received=30), None)
+        server.router.engines.on_report(rank, make_report(num_received=30), None)
     await server.begin(name="a6", owner="a", priority=1, seconds=10.0)
     with pytest.raises(DeadlineExceededError, match="when the server is idle"):
         await server.begin(n=10, name="a7", owner="a", seconds=2.0)

@@ -76,8 +76,8 @@ class Server:
         self.served, self.sessions, self.engines = ServedModels(config), RunningSessions(), Engines()
         self.served.set({"m": MODEL}, config)
         self.metrics = Metrics()
-        router = SimpleNamespace(additions=self.engines)
-        services = SimpleNamespace(served=self.served, sessions=self.sessions, router=router, metrics=self.metrics)
+        engines = SimpleNamespace(additions=self.engines)
+        services = SimpleNamespace(served=self.served, sessions=self.sessions, engines=engines, metrics=self.metrics)
         self.adapters = RuntimeAdapters(services, asyncio.Lock())  # type: ignore[arg-type]
 
     def begin(self, *names: str) -> Request:
