@@ -8,7 +8,7 @@ kind of work is named by everything that changes its line: family, components, o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
@@ -200,7 +200,7 @@ class CostModel:
 
     def largest_seen(self, key: CostKey) -> int:
         """Rows of the largest batches of this kind of work of which ENOUGH were observed; 0: of none."""
-        seen = self._num_seen.get(key, Counter())
+        seen: Mapping[int, int] = self._num_seen.get(key, {})
         return max((rows for rows, number in seen.items() if number >= ENOUGH), default=0)
 
     def profile(self, key: CostKey) -> Profile | None:
