@@ -41,8 +41,11 @@ class ServerProcess:
         return f"{self.url}/v1"
 
     def children(self) -> list[psutil.Process]:
-        roots = [psutil.Process(self.process.pid), *on_ray.hosts()]
-        return [child for root in roots for child in root.children(recursive=True)]
+        """Those on machines, too, where a server that started before has its own."""
+        server = psutil.Process(self.process.pid)
+        there = [child for host in on_ray.hosts() for child in host.children(recursive=True)]
+        mine = [child for child in there if child.create_time() >= server.create_time()]
+        return [*server.children(recursive=True), *mine]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal, wait for the end, and assert that no child and no file is left. Returns the exit status."""
