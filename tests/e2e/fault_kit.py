@@ -87,19 +87,13 @@ def processes(kind: str) -> list[psutil.Process]:
     ascending. Workers are a launcher's children, and a launcher may be another's child.
     """
     found = {}
-    for child in [*psutil.Process().children(), *(each for host in on_ray.hosts() for each in _children(host))]:
+    for child in [*psutil.Process().children(), *on_ray.engines()]:
         with suppress(psutil.NoSuchProcess):
             if "entrypoints.serve" not in child.cmdline():
                 family = [child, *child.children()]
                 family += [each for other in family[1:] if _name(other, "launcher") for each in other.children()]
                 found |= {process: _name(process, kind) for process in family}
     return sorted((process for process, name in found.items() if name), key=found.__getitem__)
-
-
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    with suppress(psutil.NoSuchProcess):
-        return process.children()
-    return []
 
 
 def _name(process: psutil.Process, kind: str) -> str:

@@ -9,8 +9,10 @@ them are left out by the marker `one_machine`. Of two AsyncEngines at a time in 
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,18 +25,23 @@ from benchmarks.load.server import ROOT
 CORES = 8
 """Of each machine: for the engines of one test while those of the one before end."""
 
+TICK = 0.01
+"""Seconds by which a process may seem older than it is."""
+
 _REDIRECT = "exec(compile(open({0!r}).read(), {0!r}, 'exec'), {{'__file__': {0!r}}})\n"
 
 
 @dataclass
 class _Place:
     """machines: None: engines are where the tests are. shims: a folder on the path of all that runs on machines.
-    has_joined: an AsyncEngine of this process has its engines there, which joins Ray once.
+    has_joined: an AsyncEngine of this process has its engines there, which joins Ray once. since: when the last one
+    that had was started, seconds as psutil's.
     """
 
     machines: Machines | None = None
     shims: Path = Path()
     has_joined: bool = False
+    since: float = math.inf
 
 
 _place = _Place()
@@ -58,7 +65,7 @@ def settings() -> Iterator[dict[str, Any]]:
     if _place.machines is None or _place.has_joined:
         yield {}
         return
-    _place.has_joined = True
+    _place.has_joined, _place.since = True, psutil.boot_time() + time.clock_gettime(time.CLOCK_BOOTTIME) - TICK
     try:
         yield {"data_parallel_backend": "ray", "ray_address": _place.machines.address}
     finally:
@@ -75,6 +82,17 @@ def flags() -> tuple[str, ...]:
 def hosts() -> list[psutil.Process]:
     """Processes of the machines that run hosts of engines."""
     return [] if _place.machines is None else _place.machines.hosts
+
+
+def engines() -> list[psutil.Process]:
+    """Those of this process's last AsyncEngine there, not of servers, which were started before."""
+    return [child for host in hosts() for child in _children(host) if child.create_time() >= _place.since]
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return process.children()
+    return []
 
 
 def inject(folder: Path | None) -> None:
