@@ -164,7 +164,10 @@ class ProductGroup(LinearGroup[AddedProducts]):
         return y
 
     def _linear_of(self, layer: nn.Linear) -> AnyGroup:
-        return group_layers([layer], self._linear, _has_tiles(layer.weight.dtype, self._kernels), self._kernels)
+        kernels = self._kernels
+        if kernels is not None and _has_tiles(layer.weight.dtype, kernels):
+            return KernelGroup([layer], kernels)
+        return ProductGroup([layer], self._linear)
 
     def _product(self, x: Tensor, *, gelu: bool = False, out: Tensor | None = None) -> Tensor:
         outputs = [self._linear(layer, x, gelu=gelu) for layer in self._layers]
