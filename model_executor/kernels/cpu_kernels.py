@@ -410,9 +410,9 @@ def pack(weight: Tensor, panel: int = PANEL) -> Tensor:
 
 
 def pack_tiles(weight: Tensor) -> Tensor:
-    """The bfloat16 weight [out, in] in the order that products with AMX's tiles read: [out / SQUARE, in / TILE_DEPTH,
-    2, TILE_DEPTH / 2, SQUARE / 2, 2]: squares of outputs, steps of inputs, two tiles of pairs of inputs by outputs. It
-    is filled up with zeros, and not contiguous, since that takes a copy."""
+    """The weight [out, in], bfloat16 or to become that, in the order that products with AMX's tiles read: [out /
+    SQUARE, in / TILE_DEPTH, 2, TILE_DEPTH / 2, SQUARE / 2, 2]: squares of outputs, steps of inputs, two tiles of pairs
+    of inputs by outputs. It is filled up with zeros, and not contiguous, since that takes a copy."""
     outputs, inputs = weight.shape
     missing = -inputs % TILE_DEPTH, -outputs % SQUARE
     whole = F.pad(weight, (0, missing[0], 0, missing[1])) if any(missing) else weight.contiguous()
