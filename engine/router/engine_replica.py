@@ -150,7 +150,10 @@ class EngineReplica:
         if self._models is not None and models != self._models:
             what = "no longer serves its models in the same way"
             if not self.has_served:
-                what = "does not serve the same models in the same way as others; give all of them one device type"
+                what = (
+                    "does not serve the same models in the same way as others; give all of them one type of device, or "
+                    "of CPU and one C compiler"
+                )
             self._client.fail(ConfigError(f"the engine {what}"))
             return
         now = time.monotonic()

@@ -193,7 +193,8 @@ class Router:
         for models in await asyncio.gather(*(replica.ready() for replica in waited_for)):
             if any(found.setdefault(name, info) != info for name, info in models.items()):
                 raise ConfigError(
-                    "the engines do not serve the same models in the same way; give all of them one device type"
+                    "the engines do not serve the same models in the same way; give all of them one type of device, or "
+                    "of CPU and one C compiler"
                 )
         adapters = [name for name in found if name not in self._names]  # of each model in their order
         adapters.sort(key=lambda name: self._names.index(found[name].parent))

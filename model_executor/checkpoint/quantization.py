@@ -150,7 +150,10 @@ class Int8Linear(nn.Module):
             return onednn_product(rows, weight) if has_onednn(rows) else F.linear(rows, weight)
         kernels = best_kernels()
         if kernels is None or kernels.order(rows.dtype) != "tiles":
-            raise RuntimeError(f"int8 weights were packed for tiles, and {rows.dtype} is not multiplied with them here")
+            raise RuntimeError(
+                f"int8 weights were packed for tiles, and {rows.dtype} is not multiplied with these here: of two "
+                "processes one has no compiled kernels, as the log says; start the server again"
+            )
         return kernels.linear(rows, weight, weight.new_zeros(self.out_features), gelu=False)
 
 

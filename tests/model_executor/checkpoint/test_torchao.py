@@ -33,6 +33,7 @@ from torch import nn
 from core.config import AdapterConfig, ModelConfig
 from core.ipc.shared_array import Arena
 from core.patches import Patch, PatchSet, patch_set
+from model_executor.checkpoint import quantization
 from model_executor.checkpoint.fingerprint import fingerprint
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.checkpoint.parameter_count import count_parameters
@@ -219,7 +220,7 @@ def test_a_row_does_not_depend_on_the_others(layer: nn.Linear) -> None:
 
 
 @torch.inference_mode()
-def test_in_bfloat16_with_amx_a_row_keeps_its_bits_packed_and_with_an_adapter() -> None:
+def test_in_bfloat16_with_amx_a_row_keeps_its_bits_packed_and_with_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN multiplies few rows otherwise there. Packed weights take no more memory, and give the same numbers."""
     kernels = best_kernels()
     if kernels is None or not kernels.has_tiles:
@@ -240,6 +241,9 @@ def test_in_bfloat16_with_amx_a_row_keeps_its_bits_packed_and_with_an_adapter() 
     assert not torch.equal(whole, plain)
     for number in (16, 33, 100):
         assert torch.equal(group(x[:number], (Segment("a", (0, number), None),)), whole[:number])
+    monkeypatch.setattr(quantization, "best_kernels", lambda: None)
+    with pytest.raises(RuntimeError, match="packed for tiles"):
+        layer(x)
 
 
 def test_other_layers_of_torchao_run_as_they_are() -> None:
