@@ -200,7 +200,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "--batch-invariant",
             ModelConfig,
             "on a GPU, compute a picture with the same bits whatever shares its steps and however many workers "
-            "compute them, which takes longer; on a CPU it changes nothing: in float32 this holds there anyway",
+            "compute them, which takes longer; on a CPU it changes nothing: this holds there anyway, with AMX in "
+            "bfloat16 where our kernels compute, that is with one thread",
         ),
         Flag(
             "--model-bytes",

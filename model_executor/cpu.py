@@ -32,8 +32,9 @@ def cpu_has_bfloat16() -> bool:
 
 
 def cpu_has_amx() -> bool:
-    """Whether this CPU has AMX, which multiplies bfloat16 several times as fast as float32."""
-    supported: bool = torch.cpu._is_amx_tile_supported()
+    """Whether this CPU has AMX, which multiplies bfloat16 several times as fast as float32, and the system lets this
+    process use it."""
+    supported: bool = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
     return supported
 
 

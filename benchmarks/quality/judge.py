@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
+from benchmarks.command import DTYPES
 from benchmarks.quality.edits import (
     OTHER_SEEDS,
     Likeness,
@@ -102,12 +103,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     asked = edits_of(args.scenes, args.masks, args.num_edits)
     setting = Setting(args.keyframes, args.cache_dtype, args.margin, args.full_steps, args.step_schedule)
     outcomes = []
+    with replace(machine, dtype=args.exact_dtype or args.dtype).engine(setting) as engine:
+        exact = {steps: _exact(engine, asked, steps) for steps in args.steps}
     with machine.engine(setting) as engine:
         for steps in args.steps:
-            outcomes.append(_measure(engine, asked, steps, setting))
+            outcomes.append(_measure(engine, asked, steps, setting, exact[steps]))
             full = "full steps by mask ratio" if setting.full_steps is None else f"{setting.full_steps} in full"
             scheduled = f"{steps} steps, {setting.step_schedule} schedule, {full}"
-            title = f"{len(asked)} {args.scenes} edits, {args.masks} masks, {scheduled}, {args.dtype}"
+            dtypes = args.dtype if args.exact_dtype in (None, args.dtype) else f"{args.dtype} ({args.exact_dtype})"
+            title = f"{len(asked)} {args.scenes} edits, {args.masks} masks, {scheduled}, {dtypes}"
             result = {"benchmark": "quality", "steps": steps, "masks": args.masks, "num_edits": len(asked)}
             print_report(title, outcomes[-1].rows, result | outcomes[-1].figures, args.output)
     if args.sheet is not None:
@@ -120,9 +124,17 @@ def edits_of(scenes: str, masks: str, number: int) -> list[Case]:
     return cases(SCENES[scenes, masks], number, "box" if masks == "box" else "silhouette")
 
 
-def _measure(engine: ImageEngine, asked: Sequence[Case], steps: int, setting: Setting) -> Outcome:
-    exact, scaled = pictures(run_edits(engine, asked, steps)), asked[:SCALE_EDITS]
-    other_seed = pictures(run_edits(engine, scaled, steps, first_seed=OTHER_SEEDS))
+def _exact(engine: ImageEngine, asked: Sequence[Case], steps: int) -> tuple[list[Pixels], list[Pixels]]:
+    """Exact edits, and those with another seed."""
+    other_seed = run_edits(engine, asked[:SCALE_EDITS], steps, first_seed=OTHER_SEEDS)
+    return pictures(run_edits(engine, asked, steps)), pictures(other_seed)
+
+
+def _measure(
+    engine: ImageEngine, asked: Sequence[Case], steps: int, setting: Setting, made: tuple[list[Pixels], list[Pixels]]
+) -> Outcome:
+    """made: by `_exact`."""
+    (exact, other_seed), scaled = made, asked[:SCALE_EDITS]
     results, scheme = run_edits(engine, asked, steps, setting), engine.model.page_scheme
     if scheme is None:
         raise SystemExit("this model is served without mask-aware execution; there is nothing to compare")
@@ -165,6 +177,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--masks", choices=MASKS, default=MASKS[0], help="a garment's outline, its box or part of that")
     parser.add_argument("--keyframes", default="auto", help="as the server's --cache-keyframes")
     parser.add_argument("--cache-dtype", choices=("auto", *get_args(PageDtype)), default="auto", help="of pages")
+    parser.add_argument("--exact-dtype", choices=DTYPES, help="of exact edits; that of the others if not given")
     parser.add_argument("--margin", type=int, help="pixels around the mask")
     parser.add_argument("--full-steps", type=int, help="of every edit; by its mask ratio if not given")
     parser.add_argument(

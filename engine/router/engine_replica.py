@@ -35,6 +35,9 @@ PROVEN_SECONDS = 60.0
 PLACE_SECONDS = 10.0
 """An engine that no machine had room for after this long waits until others give room back."""
 
+MAKE_ALIKE = "give all of them one type of device, or of CPU and one C compiler"
+"""What to do about engines that differ."""
+
 ReplicaState = Literal["loading", "serving", "restarting", "draining", "gone"]
 """loading: first start. restarting: died, and is starting again or waiting to. draining: its machine leaves, so it ends
 once it has done what it has. gone: given up."""
@@ -151,7 +154,7 @@ class EngineReplica:
         if self._models is not None and models != self._models:
             what = "no longer serves its models in the same way"
             if not self.has_served:
-                what = "does not serve the same models in the same way as others; give all of them one device type"
+                what = f"does not serve the same models in the same way as others; {MAKE_ALIKE}"
             self._client.fail(ConfigError(f"the engine {what}"))
             return
         now = time.monotonic()

@@ -27,7 +27,7 @@ from engine.observability.metrics import Metrics
 from engine.router.additions import Additions
 from engine.router.cluster_follower import ClusterFollower
 from engine.router.engine_backend import Cluster, EngineBackend, MachineLink
-from engine.router.engine_replica import EngineReplica, ReplicaState
+from engine.router.engine_replica import MAKE_ALIKE, EngineReplica, ReplicaState
 
 logger = logging.getLogger("stencil.router")
 
@@ -147,9 +147,7 @@ class Engines:
         waited_for = self.replicas.values() if self._cluster is None else [await self._first()]
         for models in await asyncio.gather(*(replica.ready() for replica in waited_for)):
             if any(found.setdefault(name, info) != info for name, info in models.items()):
-                raise ConfigError(
-                    "the engines do not serve the same models in the same way; give all of them one device type"
-                )
+                raise ConfigError(f"the engines do not serve the same models in the same way; {MAKE_ALIKE}")
         adapters = [name for name in found if name not in self._names]  # of each model in their order
         adapters.sort(key=lambda name: self._names.index(found[name].parent))
         self.models = {name: found[name] for name in (*self._names, *adapters)}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from core.config import Quantization
 from core.errors import ConfigError
-from model_executor.kernels.cpu_kernels import best_kernels
+from model_executor.kernels.cpu_kernels import Kernels, best_kernels, pack_tiles
 from model_executor.kernels.linear import has_onednn, is_plain, onednn_product
 
 QUANTIZED = ("transformer", "unet")
@@ -112,12 +112,13 @@ def check_quantized(module: nn.Module, wish: Quantization) -> None:
 class Int8Linear(nn.Module):
     """A torchao int8 layer for the CPU: input times int8 rows, times each row's scale, plus bias.
 
-    Formula and memory are torchao's, the product is oneDNN's. For 128 rows and 2048 x 2048 weights in float32 it took
-    6.7 ms of processor time, torchao's 13.3, and oneDNN's with plain weights 5.4. Unlike with torchao, a row's bits do
-    not depend on the number of other rows.
+    Formula and memory are torchao's, the product is oneDNN's, or once `pack` was called our kernels' with AMX. For 128
+    rows and 2048 x 2048 weights in float32 it took 6.7 ms of processor time, torchao's 13.3, and oneDNN's with plain
+    weights 5.4. Unlike with torchao, a row's bits do not depend on the number of other rows, with AMX in bfloat16 if it
+    is packed.
     """
 
-    qdata: Tensor  # int8 [out, in]
+    qdata: Tensor  # int8 [out, in]; packed: as `pack_tiles` returns it
     scale: Tensor  # [out]
 
     def __init__(self, layer: Any) -> None:
@@ -126,6 +127,13 @@ class Int8Linear(nn.Module):
         self.register_buffer("qdata", layer.weight.qdata)
         self.register_buffer("scale", layer.weight.scale.flatten().to(layer.weight.dtype))
         self.bias = layer.bias
+        self.is_packed = False
+
+    def pack(self, kernels: Kernels) -> None:
+        """Have the weights in the order that these kernels read, if they multiply its dtype with tiles. It stays with
+        the module, also in another process."""
+        if not self.is_packed and kernels.order(self.scale.dtype) == "tiles":
+            self.qdata, self.is_packed = pack_tiles(self.qdata), True
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], in x's dtype."""
@@ -136,12 +144,17 @@ class Int8Linear(nn.Module):
             y = y.add_(self.bias)
         return y.reshape(*x.shape[:-1], self.out_features)
 
-    @staticmethod
-    def _product(rows: Tensor, weight: Tensor) -> Tensor:
+    def _product(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """weight: in the dtype of rows, in the order of `qdata`."""
+        if not self.is_packed:
+            return onednn_product(rows, weight) if has_onednn(rows) else F.linear(rows, weight)
         kernels = best_kernels()
-        if kernels is not None and kernels.order(rows.dtype) == "tiles":  # where oneDNN does not keep a row's bits
-            return kernels.linear(rows, kernels.pack(weight), weight.new_zeros(len(weight)), gelu=False)
-        return onednn_product(rows, weight) if has_onednn(rows) else F.linear(rows, weight)
+        if kernels is None or kernels.order(rows.dtype) != "tiles":
+            raise RuntimeError(
+                f"int8 weights were packed for tiles, and {rows.dtype} is not multiplied with these here: of two "
+                "processes one has no compiled kernels, as the log says; start the server again"
+            )
+        return kernels.linear(rows, weight, weight.new_zeros(self.out_features), gelu=False)
 
 
 def for_device(module: nn.Module, device: torch.device) -> nn.Module:
@@ -152,6 +165,13 @@ def for_device(module: nn.Module, device: torch.device) -> nn.Module:
             if type(layer) is nn.Linear and _is_int8(layer.weight):
                 module.set_submodule(name, Int8Linear(layer))
     return module
+
+
+def pack_int8(module: nn.Module, kernels: Kernels) -> None:
+    """Pack all int8 layers of a denoiser, see `Int8Linear.pack`."""
+    for layer in module.modules():
+        if isinstance(layer, Int8Linear):
+            layer.pack(kernels)
 
 
 def _is_int8(weight: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,11 @@ class KeysValues:
     def num_tokens(self) -> int:
         return self.joint.shape[2]
 
+    @property
+    def whole_image(self) -> Tensor | None:
+        """Of all image tokens, in order, [2, heads, image tokens, head dim]; None if they are not in one place."""
+        return self.image
+
     @cached_property
     def keys(self) -> Tensor:
         """Keys, [heads, tokens, head dim]."""
@@ -69,6 +74,9 @@ class KeysValues:
             self.joint.copy_(head_major(fresh))
         else:
             self.joint.index_copy_(2, rows, head_major(fresh))
+
+
+Kept = TypeVar("Kept", bound=KeysValues)
 
 
 def head_major(x: Tensor) -> Tensor:
@@ -124,7 +132,7 @@ class ProjectionAttention(ABC):
         """As `Operators.attend`; None: it does not support these, or gains nothing by them."""
 
 
-class OneByOne:
+class OneByOne(Generic[Kept]):
     """Attends request by request, in one buffer that fits any of them and so stays in a core's cache."""
 
     def __init__(
@@ -133,14 +141,16 @@ class OneByOne:
         heads: int,
         head_dim: int,
         like: Tensor,
-        attend: Callable[[Tensor, KeysValues, Tensor], None],
+        make: Callable[[Tensor, int], Kept],
+        attend: Callable[[Tensor, Kept, Tensor], None],
         room: Tensor | None = None,
     ) -> None:
-        """like: has the dtype and device to compute in. attend: as the function `attend`. room:
-        the buffer of another attention of the same pass with at least as many tokens, to share."""
+        """like: has the dtype and device to compute in. make: the class of keys and values, which `attend`, as the
+        function of this name, reads. room: the buffer of another attention of the same pass with at least as many
+        tokens, to share."""
         self.room = like.new_empty(2 * heads * max(map(sum, sizes)) * head_dim) if room is None else room
         self._keys_values = [
-            KeysValues(self.room[: 2 * heads * sum(size) * head_dim].view(2, heads, sum(size), head_dim), size[0])
+            make(self.room[: 2 * heads * sum(size) * head_dim].view(2, heads, sum(size), head_dim), size[0])
             for size in sizes
         ]
         self._attend = attend
@@ -158,7 +168,8 @@ class OneByOne:
             out = qkv.new_empty(len(qkv), qkv.shape[2] * qkv.shape[3])
         for (start, stop), source, keys_values in zip(where, sources, self._keys_values, strict=True):
             source.load(number, page, keys_values, qkv[start:stop, 1:])
-            source.store(page, keys_values.image)
+            if (image := keys_values.whole_image) is not None:
+                source.store(page, image)
             self._attend(qkv[start:stop, 0], keys_values, out[start:stop])
         return out
 

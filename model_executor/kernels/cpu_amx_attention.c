@@ -132,7 +132,7 @@ static void read_head(const Keys *source, int head, int keys, const int *where, 
     }
 }
 
-/* 32 numbers, rounded, of which two tiles have had sums as `pair_values` arranged them. */
+/* 32 numbers, rounded, of which two tiles have had sums as `pair_rows_of_tile` arranged them. */
 static inline __m512i put_in_order(vec low, vec high) {
     const __m512i order = _mm512_set_epi16(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8,
                                            23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
@@ -169,7 +169,7 @@ typedef struct {
         if (has_others) TILE_STORE(T, (scores) + TILE * ROW, ROW * sizeof(float));                                     \
     } while (0)
 
-/* The scores of a block's queries and `number` keys, a multiple of 32. keys: as `turn_keys` returns them. Sums of 16 keys
+/* The scores of a block's queries and `number` keys, a multiple of 32. keys: as `read_head` turns them. Sums of 16 keys
  * are stored while those of 16 others are computed: otherwise tiles wait for it, a third of the time. */
 static void compute_scores(const Block *block, int number, int depth, const half *keys) {
     const half *query = block->query;
@@ -200,7 +200,7 @@ static void compute_scores(const Block *block, int number, int depth, const half
         if (d + TILE_DEPTH < depth) BEGIN_SUMS(T, (to) + TILE_DEPTH);                                                  \
     } while (0)
 
-/* Adds the values of `number` more keys, a multiple of 32, times their weights. values: as `pair_values` returns them. */
+/* Adds the values of `number` more keys, a multiple of 32, times their weights. values: as `read_head` pairs them. */
 static void add_values(const Block *block, int number, int depth, const half *values, int first) {
     const half *weights = (const half *)block->scores;
     float *sums = block->sums, *others = sums + TILE * depth;

@@ -32,7 +32,7 @@ class HugePages:
         self._used = 0  # bytes of it
 
     def put(self, x: Tensor) -> Tensor:
-        """A contiguous copy of x, of a size above 0. Raises OSError if there is no memory."""
+        """A contiguous copy of x, of a size above 0. Raises MemoryError, as an allocator of tensors does."""
         with self._lock:
             chunk, offset = self._place(x.nbytes)
         copy = torch.frombuffer(chunk, dtype=x.dtype, count=x.numel(), offset=offset).view(x.shape)
@@ -42,9 +42,16 @@ class HugePages:
         """Bytes for a tensor: a chunk, and where in it they begin."""
         chunk = self._chunk()
         if chunk is None or self._used + size > len(chunk):
-            chunk = mmap.mmap(-1, max(size, CHUNK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
+            chunk = _mapped(max(size, CHUNK_BYTES))
             with suppress(AttributeError, OSError):  # systems without huge pages
                 chunk.madvise(mmap.MADV_HUGEPAGE)
             self._chunk, self._used = weakref.ref(chunk), 0
         offset, self._used = self._used, self._used + -(-size // LINE) * LINE
         return chunk, offset
+
+
+def _mapped(size: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
+    except OSError as error:
+        raise MemoryError(f"no memory for {size} bytes of weights") from error

@@ -27,8 +27,8 @@ USUAL_ROWS = 64
 """Number of rows that oneDNN optimizes the order of packed weights for; from 2 to 1,088 rows the order was the same."""
 
 PACKED_BYTES = 1 << 30
-"""Largest denoiser, in bytes of weights, whose weights are packed in oneDNN's order. Larger ones stay as they are,
-mapped from the checkpoint's file where the dtype is the same."""
+"""Largest denoiser, in bytes of weights, whose weights are packed wherever that is faster. Larger ones stay as they
+are, mapped from the checkpoint's file where the dtype is the same, if a row keeps its bits so: see `keeps_packed`."""
 
 Addition = TypeVar("Addition", AddedPanels, AddedProducts)
 
@@ -128,6 +128,12 @@ def group_layers(
     return group
 
 
+def keeps_packed(nbytes: int, dtype: torch.dtype, kernels: Kernels | None) -> bool:
+    """Whether a denoiser with so many bytes of weights keeps them packed. In bfloat16 with AMX each does: only products
+    of packed weights keep a row's bits there."""
+    return nbytes <= PACKED_BYTES or _has_tiles(dtype, kernels)
+
+
 class ProductGroup(LinearGroup[AddedProducts]):
     """Layers of any kind, on any device, which run one after the other. On a GPU the weights of plain layers are
     concatenated, and the layers' own become views."""
@@ -158,6 +164,9 @@ class ProductGroup(LinearGroup[AddedProducts]):
         return y
 
     def _linear_of(self, layer: nn.Linear) -> AnyGroup:
+        kernels = self._kernels
+        if kernels is not None and _has_tiles(layer.weight.dtype, kernels):
+            return KernelGroup([layer], kernels)
         return ProductGroup([layer], self._linear)
 
     def _product(self, x: Tensor, *, gelu: bool = False, out: Tensor | None = None) -> Tensor:
@@ -239,6 +248,11 @@ def _joined_in(out: Tensor | None, parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if out is None else out.copy_(parts[0])
 
 
+def _has_tiles(dtype: torch.dtype, kernels: Kernels | None) -> bool:
+    """Whether our kernels multiply this dtype with tiles. So does oneDNN then, and does not keep a row's bits."""
+    return kernels is not None and kernels.order(dtype) == "tiles"
+
+
 def _can_pack(layer: nn.Linear) -> bool:
     return hasattr(layer, "packed") or has_onednn(layer.weight)
 
@@ -250,7 +264,10 @@ def _packed(layers: Sequence[nn.Linear], order: Order, pack: Callable[[Tensor], 
         weight, bias = _concatenated(layers)
         return Packed(order, pack(weight), bias)
     if packed.order != order:
-        raise RuntimeError(f"weights were packed in the order of {packed.order}, and that of {order} is read here")
+        raise RuntimeError(
+            f"weights were packed in the order of {packed.order}, and that of {order} is read here: of two processes "
+            "one has no compiled kernels, as the log says; start the server again"
+        )
     return packed
 
 

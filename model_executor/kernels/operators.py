@@ -19,6 +19,7 @@ from core.config import KernelChoice
 from core.errors import ConfigError
 from model_executor.kernels.attention import (
     Attention,
+    KeysValues,
     KeyValueSource,
     OneByOne,
     Projected,
@@ -38,7 +39,7 @@ from model_executor.kernels.cpu_kernels import (
 from model_executor.kernels.linear import Linear, best_linear, plain_linear
 from model_executor.kernels.ragged import Span, gather, interleave, spans
 from model_executor.kernels.residual import Residual
-from model_executor.kernels.tile_attention import TileAttention
+from model_executor.kernels.tile_attention import PlacedKeysValues, attend_in_place
 from model_executor.page_cache.pages import Pages, Quantise, Reader, quantise
 
 if TYPE_CHECKING:
@@ -147,10 +148,12 @@ class Operators:
         """Attention for one pass over a batch. like: has the dtype and device to compute in. beside: another attention
         of the same pass with at least as many tokens, whose buffer this one may share: they never run at the same time.
         """
-        if self.kernels is not None and self.kernels.has_tiles and like.dtype == torch.bfloat16:
-            return TileAttention(sizes, heads, head_dim, like, self.kernels)
-        one: Callable[..., None] = partial(attend, linear=self.linear, kernels=self.kernels)
-        return OneByOne(sizes, heads, head_dim, like, one, beside.room if isinstance(beside, OneByOne) else None)
+        kernels, room = self.kernels, beside.room if isinstance(beside, OneByOne) else None
+        if kernels is not None and kernels.order(like.dtype) == "tiles":
+            in_place = partial(attend_in_place, kernels=kernels)
+            return OneByOne(sizes, heads, head_dim, like, PlacedKeysValues, in_place, room)
+        one: Callable[..., None] = partial(attend, linear=self.linear, kernels=kernels)
+        return OneByOne(sizes, heads, head_dim, like, KeysValues, one, room)
 
     def attend(
         self,

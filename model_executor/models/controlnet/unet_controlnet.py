@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.kernels.cpu_layers import use_onednn
+from model_executor.kernels.linear import onednn_keeps_rows
 from model_executor.models.base import Row, SteeredModel
 from model_executor.models.boxes import Box, cut, times
 from model_executor.models.controlnet.controlnet import ControlNet, Shown
@@ -101,8 +102,10 @@ class UnetControlNet(ControlNet):
 
     @property
     def _is_row_invariant(self) -> bool:
-        """On a GPU the rows of a request share a pass even where nothing else does."""
-        return not self.checkpoint.batch_invariant
+        """The rows of a request share a pass, also where nothing else does: with `--batch-invariant` on a GPU, and
+        where oneDNN does not keep a row's bits."""
+        made = self.checkpoint
+        return not made.batch_invariant and (made.device.type != "cpu" or onednn_keeps_rows(made.dtype))
 
     def _residuals(self, rows: Sequence[Row], shown: Sequence[Shown], group: Group | None) -> Residuals:
         """Each rank of a group computes all of it: convolutions have no tokens to share."""

@@ -21,6 +21,7 @@ from core.latent_space import LatentSpace
 from core.model_info import ModelInfo
 from core.patches import PatchSet
 from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.checkpoint.quantization import pack_int8
 from model_executor.cpu import cpu_gains_by_bfloat16
 from model_executor.host_weights import JointWeights, Weights
 from model_executor.kernels.gpu_tables import upload
@@ -144,6 +145,8 @@ class VaeFamily(Family):
         if part == self.denoiser_part:
             kernels, batch_invariant = self._checkpoint.kernels, self._checkpoint.batch_invariant
             operators = chosen_operators(kernels, self._device, batch_invariant=batch_invariant)
+            if operators.kernels is not None:
+                pack_int8(module, operators.kernels)
             denoiser = self._make_denoiser(module, operators)
             denoiser.graphs.enabled = self._checkpoint.cuda_graphs == "auto"
             return denoiser

@@ -26,7 +26,7 @@ from model_executor.graphs.step_graphs import StepGraphs
 from model_executor.kernels.attention import Attention
 from model_executor.kernels.held import hold
 from model_executor.kernels.linear import as_linear
-from model_executor.kernels.linear_groups import PACKED_BYTES, AnyGroup, group_layers
+from model_executor.kernels.linear_groups import AnyGroup, group_layers, keeps_packed
 from model_executor.kernels.low_rank import Segments
 from model_executor.kernels.operators import Operators, best_operators
 from model_executor.kernels.ragged import Packing, Span, together
@@ -116,7 +116,8 @@ class Denoiser(ABC):
         self.dtype: torch.dtype = module.dtype  # kept, because diffusers searches all modules for it, 0.6 ms each time
         self._num_train_timesteps = num_train_timesteps
         self._operators = operators or best_operators(self._device)
-        self._pack = sum(parameter.nbytes for parameter in module.parameters()) <= PACKED_BYTES
+        nbytes = sum(parameter.nbytes for parameter in module.parameters())
+        self._pack = keeps_packed(nbytes, self.dtype, self._operators.kernels)
         self._groups: dict[tuple[nn.Module, ...], AnyGroup] = {}  # layers -> their group
         self._build()
         self.patches = GroupPatches(module, self._groups, self.embedding, self._device, self.dtype)

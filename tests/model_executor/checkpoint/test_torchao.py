@@ -33,10 +33,15 @@ from torch import nn
 from core.config import AdapterConfig, ModelConfig
 from core.ipc.shared_array import Arena
 from core.patches import Patch, PatchSet, patch_set
+from model_executor.checkpoint import quantization
 from model_executor.checkpoint.fingerprint import fingerprint
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.checkpoint.parameter_count import count_parameters
-from model_executor.checkpoint.quantization import Int8Linear, for_device
+from model_executor.checkpoint.quantization import Int8Linear, for_device, pack_int8
+from model_executor.kernels.cpu_kernels import best_kernels
+from model_executor.kernels.linear import fused_linear
+from model_executor.kernels.linear_groups import ProductGroup
+from model_executor.kernels.low_rank import LowRank, Segment
 from model_executor.worker.loading.resident import ResidentModels, edit_once
 from tools.random_checkpoints import make_flux, make_klein, make_sd3, make_z_image
 from tools.random_unet_checkpoints import make_sd, make_sdxl
@@ -212,6 +217,33 @@ def test_a_row_does_not_depend_on_the_others(layer: nn.Linear) -> None:
     whole = ours(x)
     for number in (1, 2, 3, 17):
         assert torch.equal(ours(x[:number]), whole[:number])
+
+
+@torch.inference_mode()
+def test_in_bfloat16_with_amx_a_row_keeps_its_bits_packed_and_with_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN multiplies few rows otherwise there. Packed weights take no more memory, and give the same numbers."""
+    kernels = best_kernels()
+    if kernels is None or not kernels.has_tiles:
+        pytest.skip("no AMX on this machine")
+    torch.manual_seed(0)
+    linear, x = nn.Linear(12288, 256).bfloat16(), torch.randn(200, 12288).bfloat16()
+    torchao.quantize_(linear, torchao.Int8WeightOnlyConfig(set_inductor_config=False))
+    layer = Int8Linear(linear)
+    plain, nbytes = layer(x), layer.qdata.nbytes
+    pack_int8(nn.Sequential(layer), kernels)
+    pack_int8(nn.Sequential(layer), kernels)  # as by a worker that takes it from the keeper
+    torch.testing.assert_close(layer(x), plain)
+    assert layer.qdata.nbytes == nbytes
+    group = ProductGroup([layer], fused_linear, kernels)
+    low = LowRank(torch.randn(64, 12288) / 100, torch.randn(256, 64) / 8)
+    group.put("a", group.addition([low.to(x.device, x.dtype)]))
+    whole = group(x, (Segment("a", (0, 200), None),))
+    assert not torch.equal(whole, plain)
+    for number in (16, 33, 100):
+        assert torch.equal(group(x[:number], (Segment("a", (0, number), None),)), whole[:number])
+    monkeypatch.setattr(quantization, "best_kernels", lambda: None)
+    with pytest.raises(RuntimeError, match="packed for tiles"):
+        layer(x)
 
 
 def test_other_layers_of_torchao_run_as_they_are() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from model_executor.device_failures import is_out_of_memory
+from model_executor.kernels import huge_pages
 from model_executor.kernels.huge_pages import CHUNK_BYTES, LINE, HugePages
 
 
@@ -52,3 +54,11 @@ def test_a_chunk_is_freed_with_its_last_tensor() -> None:
     gc.collect()
     assert not mapped(middle)
     assert torch.equal(pages.put(torch.ones(3)), torch.ones(3))
+
+
+def test_no_memory_is_told_as_an_allocator_of_tensors_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as an OSError, which no loader takes for that."""
+    monkeypatch.setattr(huge_pages, "CHUNK_BYTES", 1 << 60)
+    with pytest.raises(MemoryError) as raised:
+        HugePages().put(torch.ones(2))
+    assert is_out_of_memory(raised.value)

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from model_executor.kernels.cpu_kernels import Kernels, best_kernels
 from model_executor.kernels.linear import fused_linear, gpu_linear, plain_linear
-from model_executor.kernels.linear_groups import AnyGroup, KernelGroup, PackedGroup, ProductGroup
+from model_executor.kernels.linear_groups import (
+    PACKED_BYTES,
+    AnyGroup,
+    KernelGroup,
+    PackedGroup,
+    ProductGroup,
+    group_layers,
+    keeps_packed,
+)
 from model_executor.kernels.low_rank import LowRank, Segment, Segments, runs
 
 INPUTS = 300
@@ -144,6 +152,22 @@ def test_in_bfloat16_outputs_need_not_fill_a_panel() -> None:
         together = setting.group(setting.x, MIXED)
         torch.testing.assert_close(together.double(), setting.exact(MIXED, gelu=False), rtol=2**-8, atol=2e-2)
         assert torch.equal(setting.group(setting.x[:2]), together[:2])
+
+
+@torch.inference_mode()
+def test_in_bfloat16_with_amx_a_row_of_a_large_denoiser_keeps_its_bits() -> None:
+    """oneDNN multiplies few rows otherwise there, so weights of any size are packed."""
+    kernels = best_kernels()
+    if kernels is None or not kernels.has_tiles:
+        pytest.skip("no AMX on this machine")
+    torch.manual_seed(0)
+    layers, x = [nn.Linear(3072, 512).bfloat16()], torch.randn(200, 3072).bfloat16()
+    group = group_layers(layers, fused_linear, keeps_packed(PACKED_BYTES + 1, x.dtype, kernels), kernels)
+    for number in (8, 33, 150):
+        assert torch.equal(group(x[:number]), group(x)[:number])
+    assert not keeps_packed(PACKED_BYTES + 1, torch.float32, kernels)
+    assert not keeps_packed(PACKED_BYTES + 1, x.dtype, None)
+    assert keeps_packed(PACKED_BYTES, torch.float32, None)
 
 
 @pytest.mark.parametrize("gelu", [False, True])

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
-from model_executor.kernels.attention import KeysValues, head_major
+from model_executor.kernels.attention import Attention, KeysValues, OneByOne, head_major
 from model_executor.kernels.cpu_kernels import Kernels, best_kernels
-from model_executor.kernels.operators import best_operators
+from model_executor.kernels.linear import fused_linear
+from model_executor.kernels.operators import Operators, best_operators
 from model_executor.kernels.ragged import spans
-from model_executor.kernels.tile_attention import TileAttention
+from model_executor.kernels.tile_attention import PlacedKeysValues
 from model_executor.page_cache.pages import PageEntry, Pages, Reader
 
 HEADS, HEAD_DIM, TEXT, BLOCK = 3, 40, 5, 1
@@ -87,11 +88,16 @@ def masked(image_tokens: int, active: int, weight: float = 0.3, dtype: PageDtype
     return Source(image_tokens, chosen, reader_of(image_tokens, weight, dtype))
 
 
+def tiled(image_tokens: list[int], heads: int, kernels: Kernels) -> Attention:
+    sizes = [(TEXT, number) for number in image_tokens]
+    return Operators(fused_linear, kernels).attention(sizes, heads, HEAD_DIM, draw(1))
+
+
 def attended(kernels: Kernels, sources: list[Source]) -> list[Tensor]:
-    sizes = [(TEXT, source.image_tokens) for source in sources]
     qkv = torch.cat([source.qkv for source in sources])
     where = spans(len(source.qkv) for source in sources)
-    out = TileAttention(sizes, HEADS, HEAD_DIM, qkv, kernels)(BLOCK, BLOCK, qkv, where, sources)
+    attention = tiled([source.image_tokens for source in sources], HEADS, kernels)
+    out = attention(BLOCK, BLOCK, qkv, where, sources)
     return [out[start:stop] for start, stop in where]
 
 
@@ -157,12 +163,14 @@ def test_a_head_has_the_same_bits_on_any_rank(kernels: Kernels, dtype: PageDtype
         torch.randperm(70)
         part = Source(70, chosen, reader_of(70, 0.3, dtype, (first, last)))
         qkv = whole.qkv[:, :, first:last]
-        attention = TileAttention([(TEXT, 70)], last - first, HEAD_DIM, qkv, kernels)
-        out = attention(BLOCK, BLOCK, qkv, [(0, len(qkv))], [part])
+        out = tiled([70], last - first, kernels)(BLOCK, BLOCK, qkv, [(0, len(qkv))], [part])
         assert same_bits(out, expected.unflatten(1, (HEADS, HEAD_DIM))[:, first:last].flatten(1))
 
 
 def test_the_attention_of_bfloat16_has_tiles(kernels: Kernels) -> None:
     operators = best_operators(torch.device("cpu"))
-    assert isinstance(operators.attention([(1, 2)], 1, 24, draw(1)), TileAttention)
-    assert not isinstance(operators.attention([(1, 2)], 1, 24, torch.empty(1)), TileAttention)
+    for dtype, kind in ((torch.bfloat16, PlacedKeysValues), (torch.float32, KeysValues)):
+        attention = operators.attention([(1, 2)], 1, 24, torch.empty(1, dtype=dtype))
+        assert isinstance(attention, OneByOne)
+        (keys_values,) = attention._keys_values
+        assert type(keys_values) is kind

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from control_rig import (
     ControlledEdit,
     Steered,
@@ -29,6 +30,7 @@ from core.config import ControlNetConfig, ModelConfig
 from core.errors import ConfigError
 from core.ipc.shared_array import Arena
 from core.messages.worker import Batch, StepPlan
+from model_executor.models.controlnet import unet_controlnet
 from model_executor.worker.loading.resident import ResidentModels
 from tools.random_controlnets import make_sd_controlnet
 from tools.random_unet_checkpoints import make_sd
@@ -119,6 +121,14 @@ def test_what_is_kept_is_predicted(rig: ControlRig) -> None:
 @pytest.mark.parametrize("name", ["one", "one twice"])
 def test_ranks_share_it_bit_for_bit(rig: ControlRig, name: str) -> None:
     assert_ranks_share_it_bit_for_bit(rig, rig.steered("shared", CASES[name][0], seed=2, steps=2))
+
+
+def test_ranks_share_rows_only_where_each_keeps_its_bits(rig: ControlRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in bfloat16 with AMX."""
+    net = rig.models.controlnets.nets["tiny"][NETS[0]]
+    assert net._is_row_invariant
+    monkeypatch.setattr(unet_controlnet, "onednn_keeps_rows", lambda dtype: dtype != torch.float32)
+    assert not net._is_row_invariant
 
 
 def test_company_changes_nothing(rig: ControlRig) -> None:

@@ -13,10 +13,12 @@ import pytest
 import torch
 from thread_groups import ThreadGroups
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.page_scheme import PageDtype
 from core.patches import Patch
-from model_executor.checkpoint.quantization import for_device
+from model_executor.checkpoint.quantization import Int8Linear, for_device, pack_int8
+from model_executor.kernels import linear_groups
 from model_executor.kernels.cpu_kernels import best_kernels
 from model_executor.kernels.linear import plain_linear
 from model_executor.kernels.low_rank import LowRank
@@ -43,6 +45,7 @@ from tools.random_checkpoints import (
 from tools.random_dit_checkpoints import TINY, dit_transformer
 
 WIDTH = 64
+LAYERS = (nn.Linear, nn.Conv2d, Int8Linear)
 ROWS = [((6, 8), 8), ((3, 5), 8), ((8, 2), 11), ((1, 1), 5)]
 """(grid, text tokens) of requests that share a batch."""
 
@@ -417,6 +420,40 @@ def test_in_bfloat16_bits_depend_neither_on_the_batch_nor_on_the_degree(
                 assert torch.equal(output, alone[index]), (order, index)
 
 
+class Products(TorchDispatchMode):
+    """The largest number of rows of the products, convolutions and attentions that are PyTorch's and oneDNN's."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(part in str(function) for part in ("linear", "mm", "conv", "attention")):
+            self.rows = max(self.rows, args[0][..., 0].numel())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_in_bfloat16_with_amx_our_kernels_alone_multiply(
+    case: Case, is_int8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Single rows aside, of which oneDNN makes two; also of a denoiser that counts as large. oneDNN rounds rows of
+    layers as wide as real ones are by their number, and those of the small layers of these tests alike."""
+    kernels = best_kernels()
+    if kernels is None or not kernels.has_tiles:
+        pytest.skip("no AMX on this machine")
+    monkeypatch.setattr(linear_groups, "PACKED_BYTES", 0)
+    module = case.module().eval().to(torch.bfloat16)
+    if is_int8:
+        quantization = pytest.importorskip("torchao.quantization")
+        quantization.quantize_(module, quantization.Int8WeightOnlyConfig(set_inductor_config=False))
+        pack_int8(for_device(module, torch.device("cpu")), kernels)
+    put_adapters(denoiser := case.denoiser(module, 1000))
+    rows = [bfloat16_row(denoiser, number, shape, number) for number, shape in enumerate(ROWS)]
+    rows += [primed(denoiser, bfloat16_row(denoiser, 7, number=2), dtype=dtype) for dtype in ("int8", "bfloat16")]
+    with torch.inference_mode(), Products() as products:
+        denoiser.forward(rows)
+    assert products.rows <= 2
+
+
 def test_in_bfloat16_own_content_gives_the_bits_of_the_exact_pass(in_bfloat16: Denoiser) -> None:
     row = bfloat16_row(in_bfloat16, 0)
     (exact,) = forward(in_bfloat16, [row])
@@ -458,14 +495,22 @@ def put_adapters(denoiser: Denoiser) -> None:
 
 def random_layers(module: Any, step: int, generator: torch.Generator) -> dict[str, LowRank]:
     """Random additions to every `step`-th layer."""
+    layers = dict(list(module.named_modules())[::step])
+    sizes = {name: size_of(each) for name, each in layers.items() if isinstance(each, LAYERS)}
     return {
         name: LowRank(
-            torch.randn(3, layer.weight[0].numel(), generator=generator) / layer.weight[0].numel() ** 0.5,
-            torch.randn(len(layer.weight), 3, generator=generator) / 2,
+            torch.randn(3, inputs, generator=generator) / inputs**0.5,
+            torch.randn(outputs, 3, generator=generator) / 2,
         )
-        for name, layer in list(module.named_modules())[::step]
-        if isinstance(layer, nn.Linear | nn.Conv2d)
+        for name, (outputs, inputs) in sizes.items()
     }
+
+
+def size_of(layer: Any) -> tuple[int, int]:
+    """(outputs, inputs)"""
+    if isinstance(layer, nn.Conv2d):
+        return len(layer.weight), layer.weight[0].numel()
+    return layer.out_features, layer.in_features
 
 
 @torch.inference_mode()
