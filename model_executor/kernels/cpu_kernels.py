@@ -19,7 +19,7 @@ from ctypes import POINTER, Structure, c_float, c_int, c_long, c_void_p
 from functools import cache, lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,9 @@ cpu_amx_linear.c."""
 
 Order = Literal["oneDNN", "panels", "tiles"]
 """Of packed weights: the one that oneDNN reads, or our kernels, in bfloat16 with AMX or otherwise."""
+
+BlockKind = Literal["double", "single"]
+"""Of transformer blocks, by their layers: text and image tokens have their own, or share all. See cpu_amx_blocks.c."""
 
 KEPT_TABLES = 1024
 """Spans of rows, as C reads them, that are kept: a step asks for a few dozen times for a few of them."""
@@ -129,6 +132,11 @@ _TILE_SIGNATURES: dict[str, list[Any]] = {
         *(c_void_p, c_long, c_int, c_void_p, c_void_p, c_int, c_int),
         *(POINTER(_Piece), c_int, POINTER(_Addition), c_void_p, c_void_p, c_void_p, c_long),
     ],
+    **{
+        f"stencil_{half}_{kind}_block": [c_void_p, c_void_p, c_void_p, c_void_p, c_long]
+        for kind in get_args(BlockKind)
+        for half in ("begin", "end")
+    },
 }
 """Of the functions that a library has only on CPUs with AMX."""
 
@@ -214,6 +222,10 @@ class Kernels(PageKernels):
             self._tile_attend = of["tile_attend"]
             library.stencil_tile_room.restype = c_long
             self._tile_room: Callable[[int, int], int] = library.stencil_tile_room
+            self.block_halves = {
+                kind: (of[f"begin_{kind}_block"], of[f"end_{kind}_block"]) for kind in get_args(BlockKind)
+            }
+            """What a block does before its attention, and after it; called by `tile_blocks.py`."""
         self._normalise_and_rotate = {
             torch.float32: of["normalise_and_rotate"],
             torch.bfloat16: of["half_normalise_and_rotate"],
@@ -322,7 +334,7 @@ class Kernels(PageKernels):
         root-mean-square norm, times factor. x: [rows, width]; out: [rows, width], one span after the other; factor,
         shift: [spans, width] with contiguous rows. In bfloat16, see `can_norm`."""
         shifts = (None, 0) if shift is None else (shift.data_ptr(), shift.stride(0))
-        operands = x.data_ptr(), x.shape[1], eps, _span_table(tuple(where)), len(where)
+        operands = x.data_ptr(), x.shape[1], eps, span_table(tuple(where)), len(where)
         self._norm(*operands, factor.data_ptr(), factor.stride(0), *shifts, out.data_ptr())
 
     def add_gated_(self, x: Tensor, where: Sequence[Span], y: Tensor, gate: Tensor, norm_eps: float | None) -> None:
@@ -330,7 +342,7 @@ class Kernels(PageKernels):
         width], contiguous, one span after the other; gate: [spans, width] with contiguous rows. In bfloat16, see
         `can_norm`. norm_eps: of the norm; None: there is none."""
         eps = -1.0 if norm_eps is None else norm_eps
-        operands = x.data_ptr(), y.data_ptr(), x.shape[1], _span_table(tuple(where)), len(where)
+        operands = x.data_ptr(), y.data_ptr(), x.shape[1], span_table(tuple(where)), len(where)
         self._add_gated(*operands, gate.data_ptr(), gate.stride(0), eps)
 
     def gelu_(self, x: Tensor) -> Tensor:
@@ -436,7 +448,7 @@ def _filled(number: int, step: int) -> int:
 
 
 @lru_cache(KEPT_TABLES)
-def _span_table(where: tuple[Span, ...]) -> Any:
+def span_table(where: tuple[Span, ...]) -> Any:
     """The spans as C reads them."""
     return (c_long * (2 * len(where)))(*chain.from_iterable(where))
 
