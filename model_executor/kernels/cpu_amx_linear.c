@@ -7,7 +7,7 @@
 #ifdef HAS_TILES
 
 #define SQUARE (2 * TILE)       /* rows and outputs at a time: 2 x 2 tiles of sums, for which four others are loaded */
-#define BLOCK_BYTES (768 << 10) /* of x in a block of rows: it stays in the second-level cache */
+#define BLOCK_BYTES (1280 << 10) /* of x in a block of rows: it stays in the second-level cache */
 #define BLOCK_DEPTH 4096        /* inputs at a time, for the same reason */
 
 /* Sums of a square of outputs, [SQUARE, step], that lack bias and activation and are to be written. */

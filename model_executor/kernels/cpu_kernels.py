@@ -302,7 +302,8 @@ class Kernels(PageKernels):
         """Attention, see `can_attend`. query: [queries, heads, head dim], each query contiguous; key_value: [2, heads,
         keys, head dim], contiguous. Writes to out, [queries, heads * head dim] with contiguous rows."""
         if query.dtype == torch.bfloat16 and self.has_tiles:
-            return self.attend_to_parts(query, key_value.permute(2, 0, 1, 3), None, out)
+            room = self.attention_room(query.shape[2], key_value.shape[2])
+            return self.attend_to_parts(query, key_value.permute(2, 0, 1, 3), None, room, out)
         queries, heads, width = query.shape
         keys = key_value.shape[2]
         if query.dtype == torch.float32:
@@ -315,15 +316,21 @@ class Kernels(PageKernels):
         operands = query.data_ptr(), *sizes, key, value, keys, room.data_ptr()
         self._attend[query.dtype](*operands, out.data_ptr(), out.stride(0))
 
-    def attend_to_parts(self, query: Tensor, computed: Tensor, others: Others | None, out: Tensor) -> None:
+    def attention_room(self, head_dim: int, keys: int) -> Tensor:
+        """What `attend_to_parts` works in with up to so many keys, uint8 [bytes]."""
+        return torch.empty(self._tile_room(head_dim, keys), dtype=torch.uint8)
+
+    def attend_to_parts(
+        self, query: Tensor, computed: Tensor, others: Others | None, room: Tensor, out: Tensor
+    ) -> None:
         """Attention in bfloat16 with tiles, to keys and values where they are. query, out: as for `attend`. computed:
-        [rows, 2, heads, head dim], each head contiguous. others: None if that are all of them, in order."""
+        [rows, 2, heads, head dim], each head contiguous. others: None if that are all of them, in order. room: see
+        `attention_room`."""
         queries, heads, width = query.shape
         values = computed.data_ptr() + computed.stride(1) * computed.element_size()
         source, keys = _Keys(computed.data_ptr(), values, computed.stride(0), computed.stride(2)), len(computed)
         if others is not None:
             keys = others.add_to(source)
-        room = torch.empty(self._tile_room(width, keys), dtype=torch.uint8)
         operands = query.data_ptr(), query.stride(0), queries, heads, width, width**-0.5
         self._tile_attend(*operands, source, keys, room.data_ptr(), out.data_ptr(), out.stride(0))
 

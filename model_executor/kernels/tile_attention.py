@@ -43,9 +43,10 @@ class PlacedKeysValues(KeysValues):
         """Of all image tokens, in order, [2, heads, image tokens, head dim]; None if some are on a page."""
         return None if self._others is not None else head_major(self._computed[self.text_tokens :])
 
-    def attend(self, query: Tensor, kernels: Kernels, out: Tensor) -> None:
-        """query: [queries, heads, head dim]. Writes to out, [queries, heads * head dim]."""
-        kernels.attend_to_parts(query, self._computed, self._others, out)
+    def attend(self, query: Tensor, kernels: Kernels, room: Tensor, out: Tensor) -> None:
+        """query: [queries, heads, head dim]; room: see `Kernels.attend_to_parts`. Writes to out, [queries, heads * head
+        dim]."""
+        kernels.attend_to_parts(query, self._computed, self._others, room, out)
 
 
 class TileAttention:
@@ -53,12 +54,13 @@ class TileAttention:
 
     def __init__(self, sizes: Sizes, heads: int, head_dim: int, like: Tensor, kernels: Kernels) -> None:
         """like: has the dtype to compute in. kernels: with tiles."""
-        room = like.new_empty(2 * heads * max(map(sum, sizes)) * head_dim)
+        most = max(map(sum, sizes))
+        room = like.new_empty(2 * heads * most * head_dim)
         self._keys_values = [
             PlacedKeysValues(room[: 2 * heads * sum(size) * head_dim].view(2, heads, sum(size), head_dim), size[0])
             for size in sizes
         ]
-        self._kernels = kernels
+        self._kernels, self._room = kernels, kernels.attention_room(head_dim, most)
 
     def __call__(
         self,
@@ -76,5 +78,5 @@ class TileAttention:
             source.load(number, page, keys_values, qkv[start:stop, 1:])
             if (image := keys_values.computed_image) is not None:
                 source.store(page, image)
-            keys_values.attend(qkv[start:stop, 0], self._kernels, out[start:stop])
+            keys_values.attend(qkv[start:stop, 0], self._kernels, self._room, out[start:stop])
         return out
