@@ -221,7 +221,7 @@ class UnetFamily(TimestepFamily):
             latents = self._sampling.noised(begun, noise, run, 0)
         condition = outside = noise[:, :0]
         if self._sees_mask:
-            masked = self._posterior_sample(image * (1 - mask.float()), generator, inputs.is_exact)
+            masked = self._masked_sample(inputs, image, mask, generator)
             condition = torch.cat([self._latent_mask(mask).to(noise), masked], dim=1)
         elif clean is not None:
             if not inputs.goes_on:

@@ -351,6 +351,12 @@ class VaeFamily(Family):
         key = PictureKey.of(inputs.template, inputs.cache_salt)
         return self._posterior_sample(image, generator, inputs.is_exact, key)
 
+    def _masked_sample(self, inputs: ImageInputs, image: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
+        """`_posterior_sample` of the template without what is under the mask, whose distribution is kept. image: as for
+        `_template_sample`; mask: 1 or 0, of the image's height and width, on its device."""
+        key = PictureKey.of(inputs.template, inputs.cache_salt, inputs.mask)
+        return self._posterior_sample(image * (1 - mask.float()), generator, inputs.is_exact, key)
+
     def _latent_mask(self, mask: Tensor) -> Tensor:
         """The mask at the latents' resolution, as in the pipelines' `prepare_mask_latents`. mask: uint8 [height,
         width] -> float32 [1, 1, height / 8, width / 8]."""
