@@ -41,7 +41,7 @@ from model_executor.models.text import Tokens, tokenize
 from model_executor.models.unet.unet import Unet
 from model_executor.models.unet.unet_blocks import TOKEN_SIDE
 from model_executor.models.unet.unet_layers import Layers
-from model_executor.models.vae.last_posterior import PictureKey
+from model_executor.models.vae.picture_key import PictureKey
 from model_executor.parallel.group import Group
 from model_executor.parallel.rows import predict_rows
 from model_executor.patches.adapters import LoraFormat

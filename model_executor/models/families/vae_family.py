@@ -29,7 +29,7 @@ from model_executor.models.base import EncodedText, Family, ImageInputs, Prepare
 from model_executor.models.boxes import Box, around, times
 from model_executor.models.latents import PATCH, pack, unpack
 from model_executor.models.parts import Classes
-from model_executor.models.vae.last_posterior import PictureKey
+from model_executor.models.vae.picture_key import PictureKey
 from model_executor.models.vae.vae import ImageVae, Vae
 from model_executor.patches.adapters import Adapter, LoraFormat
 from model_executor.patches.module_patches import unarranged

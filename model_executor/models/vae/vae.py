@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from model_executor.host_weights import ON_DEVICE, HostWeights, Weights
 from model_executor.kernels.cpu_kernels import Kernels
 from model_executor.models.boxes import Box, times
-from model_executor.models.vae.last_posterior import LastPosterior, PictureKey
+from model_executor.models.last import Last
+from model_executor.models.vae.picture_key import PictureKey
 from model_executor.models.vae.vae_region import RegionDecoder
 from model_executor.models.vae.vae_resnets import fuse
 
@@ -35,7 +36,9 @@ class Vae(ABC):
         self.weights: Weights = ON_DEVICE
         self._in_bfloat16: dict[Kernels | None, Self] = {}
         self._computes_in: torch.dtype = module.dtype  # kept, because diffusers searches all modules for it
-        self._last, self._last_masked = LastPosterior(), LastPosterior()
+        # At 1024x1024 pixels with 16 channels in half precision, 2.5 MB of the device's memory and 3 MB of the host's.
+        self._last: Last[PictureKey, DiagonalGaussianDistribution] = Last()
+        self._last_masked: Last[PictureKey, DiagonalGaussianDistribution] = Last()
 
     def in_bfloat16(self, kernels: Kernels | None) -> Self:
         """The same VAE computing in bfloat16, with pictures and latents in its dtype; made once. kernels: those that

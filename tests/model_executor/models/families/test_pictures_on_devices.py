@@ -18,7 +18,7 @@ from core.config import ModelConfig
 from model_executor.models.base import ImageInputs
 from model_executor.models.families import vae_family
 from model_executor.models.families.vae_family import VaeFamily, to_image, to_pixels
-from model_executor.models.vae.last_posterior import PictureKey
+from model_executor.models.vae.picture_key import PictureKey
 from model_executor.worker.loading.resident import ResidentModels
 
 GPU = torch.device("meta")
