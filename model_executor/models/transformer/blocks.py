@@ -19,6 +19,7 @@ from torch import Tensor
 
 from model_executor.kernels import attention
 from model_executor.kernels.attention import Attention, KeysValues, Projected, head_major
+from model_executor.kernels.cpu_kernels import can_norm
 from model_executor.kernels.linear_groups import AnyGroup, MakeGroup
 from model_executor.kernels.low_rank import Segments
 from model_executor.kernels.operators import Operators
@@ -219,11 +220,14 @@ class Stream:
         where, packing = self.where, self.packing
         if block is None or block.kernels is not self.operators.kernels or where.text or where.image or where.joint:
             return False
-        if packing.modulated_image is not packing.joint_image:
+        if packing.modulated_image is not packing.joint_image or not can_norm(self.hidden):
+            return False
+        parts = self.modulation(number)
+        if parts[0].dtype != self.hidden.dtype:  # another rank has made the table
             return False
         if self.tiles is None:
             self.tiles = TilePass(block, self.joint_attention, self.hidden, self.rotary, packing)
-        self.tiles.run(block, number, page, self.modulation(number), self.sources)
+        self.tiles.run(block, number, page, parts, self.sources)
         return True
 
     def keep(self, tokens: Sequence[Tensor | None], apart: Sequence[int] | None) -> None:

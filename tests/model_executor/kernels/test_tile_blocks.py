@@ -11,7 +11,7 @@ from torch import Tensor
 
 from model_executor.kernels.cpu_kernels import has_tiles
 from model_executor.kernels.tile_blocks import TilePass
-from model_executor.models.base import PrimeRow, Row
+from model_executor.models.base import ModulationInputs, PrimeRow, Row
 from model_executor.models.transformer.blocks import Stream
 from model_executor.models.transformer.flux_transformer import FluxTransformer
 from model_executor.page_cache.pages import Pages
@@ -71,3 +71,14 @@ def test_blocks_have_the_bits_of_their_operators(flux: FluxTransformer, monkeypa
     monkeypatch.setattr(Stream, "runs_with_tiles", lambda *args: False)
     for outputs, expected in zip(ours, map(flux.forward, batches), strict=True):
         assert all(map(torch.equal, outputs, expected))
+
+
+@torch.inference_mode()
+def test_a_table_in_float32_gives_the_same_bits(flux: FluxTransformer) -> None:
+    """As one that another rank has sent."""
+    row = exact(8)
+    inputs = ModulationInputs(row.pooled_prompt_embeds, row.guidance_scale, row.sigma[None], 1)
+    table = flux.modulation(inputs)
+    assert table is not None
+    (ours,), (theirs,) = (flux.forward([replace(row, modulation=each)]) for each in (table, table.float()))
+    assert torch.equal(ours, theirs)
