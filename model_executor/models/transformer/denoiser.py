@@ -61,7 +61,7 @@ steps; FLUX.1-dev 106 MB at 50 steps."""
 
 
 KEPT_MODULATION_BYTES = 8 * 1024**2
-"""Largest table that is kept for the next request. One of the embedded model takes 4 ms to make for 8 steps."""
+"""Largest table that is kept for the next request. One of the embedded model takes 3 ms to make for 8 steps."""
 
 
 def modulation_limit(device: torch.device) -> int:
