@@ -1,8 +1,9 @@
 """Latency of a lone edit by mask ratio, through HTTP: exact, warm and cold, and where the time goes.
 
 A cold edit is the first of its picture, so pages are primed first. An exact one computes every token of all steps. A
-warm edit of the same picture finds its pages. The three alternate, with a pause in which an idle server primes its last
-result. The server is started with the flags given here, or is a running one (`--base-url`).
+warm edit of the same picture and mask finds its pages, and what the cold one encoded. The three alternate, with a pause
+in which an idle server primes its last result. The server is started with the flags given here, or is a running one
+(`--base-url`).
 """
 
 from __future__ import annotations

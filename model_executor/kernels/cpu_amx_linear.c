@@ -7,8 +7,9 @@
 #ifdef HAS_TILES
 
 #define SQUARE (2 * TILE)       /* rows and outputs at a time: 2 x 2 tiles of sums, for which four others are loaded */
-#define BLOCK_BYTES (768 << 10) /* of x in a block of rows: it stays in the second-level cache */
+#define BLOCK_BYTES (1280 << 10) /* of x in a block of rows: it stays in the second-level cache */
 #define BLOCK_DEPTH 4096        /* inputs at a time, for the same reason */
+#define FURTHER 2048            /* 4 KiB: a few lines prefetched from further on have the CPU fetch those between, too */
 
 /* Sums of a square of outputs, [SQUARE, step], that lack bias and activation and are to be written. */
 typedef struct {
@@ -34,8 +35,8 @@ static inline __attribute__((always_inline)) void finish_row(const Pending *p, i
 }
 
 /* Sums of a square over `depth` inputs, added to those in `sums` unless they are the first. upper, lower: its rows, x_step
- * numbers apart. next: weights needed soon, of which `lines` cache lines are prefetched per step. pending: the square
- * before, which is finished meanwhile: tiles leave a core's other units idle. */
+ * numbers apart. next: weights needed soon, of which `lines` cache lines are prefetched per step, and a few of those
+ * after them. pending: the square before, which is finished meanwhile: tiles leave a core's other units idle. */
 static inline __attribute__((always_inline)) void square(const half *upper, long x_step, int depth, const half *weight,
                                                          const half *next, int lines, int first, float *sums, long step,
                                                          const Pending *pending, int gelu) {
@@ -61,7 +62,10 @@ static inline __attribute__((always_inline)) void square(const half *upper, long
         TILE_LOAD(5, lower + k, x_step * 2);
         TILE_DOT(2, 5, 6);
         TILE_DOT(3, 5, 7);
-        for (int i = 0; i < lines; i++, next += TILE_DEPTH) __builtin_prefetch(next, 0, 2);
+        for (int i = 0; i < lines; i++, next += TILE_DEPTH) {
+            __builtin_prefetch(next, 0, 2);
+            if (i % 4 == 0) __builtin_prefetch(next + FURTHER, 0, 2);
+        }
         for (int stop = row + each < rows ? row + each : rows; row < stop; row++) finish_row(pending, row, gelu);
     }
     for (; row < rows; row++) finish_row(pending, row, gelu);

@@ -512,5 +512,6 @@ void stencil_swiglu(const void *x, long x_step, long rows, long width, int halve
 #include "cpu_amx.h"
 #include "cpu_amx_linear.c"
 #include "cpu_amx_attention.c"
+#include "cpu_amx_blocks.c"
 
 #endif

@@ -19,7 +19,7 @@ from ctypes import POINTER, Structure, c_float, c_int, c_long, c_void_p
 from functools import cache, lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,9 @@ cpu_amx_linear.c."""
 
 Order = Literal["oneDNN", "panels", "tiles"]
 """Of packed weights: the one that oneDNN reads, or our kernels, in bfloat16 with AMX or otherwise."""
+
+BlockKind = Literal["double", "single"]
+"""Of transformer blocks, by their layers: text and image tokens have their own, or share all. See cpu_amx_blocks.c."""
 
 KEPT_TABLES = 1024
 """Spans of rows, as C reads them, that are kept: a step asks for a few dozen times for a few of them."""
@@ -129,6 +132,11 @@ _TILE_SIGNATURES: dict[str, list[Any]] = {
         *(c_void_p, c_long, c_int, c_void_p, c_void_p, c_int, c_int),
         *(POINTER(_Piece), c_int, POINTER(_Addition), c_void_p, c_void_p, c_void_p, c_long),
     ],
+    **{
+        f"stencil_{half}_{kind}_block": [c_void_p, c_void_p, c_void_p, c_void_p, c_long]
+        for kind in get_args(BlockKind)
+        for half in ("begin", "end")
+    },
 }
 """Of the functions that a library has only on CPUs with AMX."""
 
@@ -214,6 +222,10 @@ class Kernels(PageKernels):
             self._tile_attend = of["tile_attend"]
             library.stencil_tile_room.restype = c_long
             self._tile_room: Callable[[int, int], int] = library.stencil_tile_room
+            self.block_halves = {
+                kind: (of[f"begin_{kind}_block"], of[f"end_{kind}_block"]) for kind in get_args(BlockKind)
+            }
+            """What a block does before its attention, and after it; called by `tile_blocks.py`."""
         self._normalise_and_rotate = {
             torch.float32: of["normalise_and_rotate"],
             torch.bfloat16: of["half_normalise_and_rotate"],
@@ -291,7 +303,8 @@ class Kernels(PageKernels):
         """Attention, see `can_attend`. query: [queries, heads, head dim], each query contiguous; key_value: [2, heads,
         keys, head dim], contiguous. Writes to out, [queries, heads * head dim] with contiguous rows."""
         if query.dtype == torch.bfloat16 and self.has_tiles:
-            return self.attend_to_parts(query, key_value.permute(2, 0, 1, 3), None, out)
+            room = self.attention_room(query.shape[2], key_value.shape[2])
+            return self.attend_to_parts(query, key_value.permute(2, 0, 1, 3), None, room, out)
         queries, heads, width = query.shape
         keys = key_value.shape[2]
         if query.dtype == torch.float32:
@@ -304,15 +317,21 @@ class Kernels(PageKernels):
         operands = query.data_ptr(), *sizes, key, value, keys, room.data_ptr()
         self._attend[query.dtype](*operands, out.data_ptr(), out.stride(0))
 
-    def attend_to_parts(self, query: Tensor, computed: Tensor, others: Others | None, out: Tensor) -> None:
+    def attention_room(self, head_dim: int, keys: int) -> Tensor:
+        """What `attend_to_parts` works in with up to so many keys, uint8 [bytes]."""
+        return torch.empty(self._tile_room(head_dim, keys), dtype=torch.uint8)
+
+    def attend_to_parts(
+        self, query: Tensor, computed: Tensor, others: Others | None, room: Tensor, out: Tensor
+    ) -> None:
         """Attention in bfloat16 with tiles, to keys and values where they are. query, out: as for `attend`. computed:
-        [rows, 2, heads, head dim], each head contiguous. others: None if that are all of them, in order."""
+        [rows, 2, heads, head dim], each head contiguous. others: None if that are all of them, in order. room: see
+        `attention_room`."""
         queries, heads, width = query.shape
         values = computed.data_ptr() + computed.stride(1) * computed.element_size()
         source, keys = _Keys(computed.data_ptr(), values, computed.stride(0), computed.stride(2)), len(computed)
         if others is not None:
             keys = others.add_to(source)
-        room = torch.empty(self._tile_room(width, keys), dtype=torch.uint8)
         operands = query.data_ptr(), query.stride(0), queries, heads, width, width**-0.5
         self._tile_attend(*operands, source, keys, room.data_ptr(), out.data_ptr(), out.stride(0))
 
@@ -323,7 +342,7 @@ class Kernels(PageKernels):
         root-mean-square norm, times factor. x: [rows, width]; out: [rows, width], one span after the other; factor,
         shift: [spans, width] with contiguous rows. In bfloat16, see `can_norm`."""
         shifts = (None, 0) if shift is None else (shift.data_ptr(), shift.stride(0))
-        operands = x.data_ptr(), x.shape[1], eps, _span_table(tuple(where)), len(where)
+        operands = x.data_ptr(), x.shape[1], eps, span_table(tuple(where)), len(where)
         self._norm(*operands, factor.data_ptr(), factor.stride(0), *shifts, out.data_ptr())
 
     def add_gated_(self, x: Tensor, where: Sequence[Span], y: Tensor, gate: Tensor, norm_eps: float | None) -> None:
@@ -331,7 +350,7 @@ class Kernels(PageKernels):
         width], contiguous, one span after the other; gate: [spans, width] with contiguous rows. In bfloat16, see
         `can_norm`. norm_eps: of the norm; None: there is none."""
         eps = -1.0 if norm_eps is None else norm_eps
-        operands = x.data_ptr(), y.data_ptr(), x.shape[1], _span_table(tuple(where)), len(where)
+        operands = x.data_ptr(), y.data_ptr(), x.shape[1], span_table(tuple(where)), len(where)
         self._add_gated(*operands, gate.data_ptr(), gate.stride(0), eps)
 
     def gelu_(self, x: Tensor) -> Tensor:
@@ -443,7 +462,7 @@ def _filled(number: int, step: int) -> int:
 
 
 @lru_cache(KEPT_TABLES)
-def _span_table(where: tuple[Span, ...]) -> Any:
+def span_table(where: tuple[Span, ...]) -> Any:
     """The spans as C reads them."""
     return (c_long * (2 * len(where)))(*chain.from_iterable(where))
 

@@ -52,8 +52,14 @@ class LinearGroup(ABC, Generic[Addition]):
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
+        self._inputs: int = layers[0].in_features
         self._outputs: list[int] = [layer.out_features for layer in layers]
         self._additions: dict[str, Addition] = {}  # patch -> what it adds
+
+    @property
+    def num_inputs(self) -> int:
+        """Of each layer."""
+        return self._inputs
 
     @property
     def num_outputs(self) -> int:
@@ -221,24 +227,24 @@ class KernelGroup(LinearGroup[AddedPanels]):
 
     def __init__(self, layers: Sequence[nn.Linear], kernels: Kernels) -> None:
         super().__init__(layers)
-        self._kernels = kernels
+        self.kernels = kernels
         self.packed = _packed(layers, kernels.order(layers[0].weight.dtype), kernels.pack)
 
     def addition(self, lows: Sequence[LowRank | None]) -> AddedPanels:
         return AddedPanels(lows, self._outputs)
 
     def _product(self, x: Tensor, *, gelu: bool = False, out: Tensor | None = None) -> Tensor:
-        return self._kernels.linear(x, self.packed.weight, self.packed.bias, gelu=gelu, out=out)
+        return self.kernels.linear(x, self.packed.weight, self.packed.bias, gelu=gelu, out=out)
 
     def _patched(self, x: Tensor, segments: Segments, *, gelu: bool, out: Tensor | None) -> Tensor:
         lows = {
-            each: self._additions[each.patch].low(self._kernels, x[slice(*each.rows)], each.scale) for each in segments
+            each: self._additions[each.patch].low(self.kernels, x[slice(*each.rows)], each.scale) for each in segments
         }
         pieces = [
             (*rows, [self._additions[each.patch].of(lows[each][rows[0] - each.rows[0] :]) for each in its])
             for rows, its in runs(len(x), segments)
         ]
-        return self._kernels.linear(x, self.packed.weight, self.packed.bias, gelu=gelu, pieces=pieces, out=out)
+        return self.kernels.linear(x, self.packed.weight, self.packed.bias, gelu=gelu, pieces=pieces, out=out)
 
 
 def _joined_in(out: Tensor | None, parts: Sequence[Tensor], dim: int) -> Tensor:

@@ -150,7 +150,8 @@ class Operators:
         """
         kernels, room = self.kernels, beside.room if isinstance(beside, OneByOne) else None
         if kernels is not None and kernels.order(like.dtype) == "tiles":
-            in_place = partial(attend_in_place, kernels=kernels)
+            work = kernels.attention_room(head_dim, max(map(sum, sizes)))
+            in_place = partial(attend_in_place, kernels=kernels, room=work)
             return OneByOne(sizes, heads, head_dim, like, PlacedKeysValues, in_place, room)
         one: Callable[..., None] = partial(attend, linear=self.linear, kernels=kernels)
         return OneByOne(sizes, heads, head_dim, like, KeysValues, one, room)

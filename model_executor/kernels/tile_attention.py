@@ -42,7 +42,7 @@ class PlacedKeysValues(KeysValues):
         return None if self.others is not None else head_major(self.computed[self.text_tokens :])
 
 
-def attend_in_place(query: Tensor, keys_values: PlacedKeysValues, out: Tensor, kernels: Kernels) -> None:
-    """Attention of one request, see `attention.attend`. kernels: with tiles. A query's bits depend on that query, and
-    on its keys and values in their order."""
-    kernels.attend_to_parts(query, keys_values.computed, keys_values.others, out)
+def attend_in_place(query: Tensor, keys_values: PlacedKeysValues, out: Tensor, kernels: Kernels, room: Tensor) -> None:
+    """Attention of one request, see `attention.attend`. kernels: with tiles. room: see `Kernels.attention_room`. A
+    query's bits depend on that query, and on its keys and values in their order."""
+    kernels.attend_to_parts(query, keys_values.computed, keys_values.others, room, out)

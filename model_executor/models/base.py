@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -24,6 +24,7 @@ from core.page_scheme import PageDtype, PageLayout
 from core.patches import PatchSet
 from model_executor.host_weights import ON_DEVICE, Weights
 from model_executor.models.boxes import Box
+from model_executor.models.last import are_equal
 from model_executor.page_cache.own_pages import OwnPages
 from model_executor.page_cache.pages import Pages
 from model_executor.parallel.group import Group
@@ -203,6 +204,18 @@ class ModulationInputs:
     sigmas: Tensor  # float32 [levels]
     num_rows: int  # of the request, which has a table for each
     patches: PatchSet = ()
+    cache_salt: str | None = None  # see `CacheConfig.salt`; None: the table is not to be kept
+
+    def equals(self, other: Self) -> bool:
+        """See `last.Key`."""
+        facts = (self.guidance_scale, self.num_rows, self.patches, self.cache_salt)
+        are_alike = facts == (other.guidance_scale, other.num_rows, other.patches, other.cache_salt)
+        has_prompt = are_alike and are_equal(self.pooled_prompt_embeds, other.pooled_prompt_embeds)
+        return has_prompt and are_equal(self.sigmas, other.sigmas)
+
+    def copy(self) -> Self:
+        """See `last.Key`."""
+        return replace(self, pooled_prompt_embeds=self.pooled_prompt_embeds.clone(), sigmas=self.sigmas.clone())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,7 +125,7 @@ class FluxFill(Flux):
         rows, columns = self.grid(image.shape[3], image.shape[2])
         sigmas = self._schedule(inputs, rows * columns)
         latents = pack(self._initial_latents(inputs, image, sigmas[0], generator))
-        masked = pack(self._posterior_sample(image * (1 - mask.float()), generator, inputs.is_exact))
+        masked = pack(self._masked_sample(inputs, image, mask, generator))
         return EncodedImage(
             latents=latents,
             condition=torch.cat([masked, self._pack_mask(mask).to(masked)], dim=1),

@@ -41,7 +41,7 @@ from model_executor.models.text import Tokens, tokenize
 from model_executor.models.unet.unet import Unet
 from model_executor.models.unet.unet_blocks import TOKEN_SIDE
 from model_executor.models.unet.unet_layers import Layers
-from model_executor.models.vae.last_posterior import PictureKey
+from model_executor.models.vae.picture_key import PictureKey
 from model_executor.parallel.group import Group
 from model_executor.parallel.rows import predict_rows
 from model_executor.patches.adapters import LoraFormat
@@ -221,7 +221,7 @@ class UnetFamily(TimestepFamily):
             latents = self._sampling.noised(begun, noise, run, 0)
         condition = outside = noise[:, :0]
         if self._sees_mask:
-            masked = self._posterior_sample(image * (1 - mask.float()), generator, inputs.is_exact)
+            masked = self._masked_sample(inputs, image, mask, generator)
             condition = torch.cat([self._latent_mask(mask).to(noise), masked], dim=1)
         elif clean is not None:
             if not inputs.goes_on:

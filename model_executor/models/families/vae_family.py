@@ -30,7 +30,7 @@ from model_executor.models.base import EncodedText, Family, ImageInputs, Prepare
 from model_executor.models.boxes import Box, around, times
 from model_executor.models.latents import PATCH, pack, unpack
 from model_executor.models.parts import Classes
-from model_executor.models.vae.last_posterior import PictureKey
+from model_executor.models.vae.picture_key import PictureKey
 from model_executor.models.vae.vae import ImageVae, Vae
 from model_executor.patches.adapters import Adapter, LoraFormat
 from model_executor.patches.module_patches import unarranged
@@ -353,6 +353,12 @@ class VaeFamily(Family):
         """`_posterior_sample` of the template, whose distribution is kept. image: made of it by `to_image`."""
         key = PictureKey.of(inputs.template, inputs.cache_salt)
         return self._posterior_sample(image, generator, inputs.is_exact, key)
+
+    def _masked_sample(self, inputs: ImageInputs, image: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
+        """`_posterior_sample` of the template without what is under the mask, whose distribution is kept. image: as for
+        `_template_sample`; mask: 1 or 0, of the image's height and width, on its device."""
+        key = PictureKey.of(inputs.template, inputs.cache_salt, inputs.mask)
+        return self._posterior_sample(image * (1 - mask.float()), generator, inputs.is_exact, key)
 
     def _latent_mask(self, mask: Tensor) -> Tensor:
         """The mask at the latents' resolution, as in the pipelines' `prepare_mask_latents`. mask: uint8 [height,

@@ -19,11 +19,13 @@ from torch import Tensor
 
 from model_executor.kernels import attention
 from model_executor.kernels.attention import Attention, KeysValues, Projected, head_major
+from model_executor.kernels.cpu_kernels import can_norm
 from model_executor.kernels.linear_groups import AnyGroup, MakeGroup
 from model_executor.kernels.low_rank import Segments
 from model_executor.kernels.operators import Operators
 from model_executor.kernels.ragged import Packing, Span, gather, together
 from model_executor.kernels.residual import Addition, Norm, Residual
+from model_executor.kernels.tile_blocks import BlockLayers, TileBlock, TilePass, tile_block
 from model_executor.models.base import Row
 from model_executor.page_cache.pages import PageEntry, Pages, Reader
 from model_executor.patches.batch_patches import BatchPatches, Where
@@ -199,6 +201,7 @@ class Stream:
     joint_attention: Attention  # over text and image together
     image_attention: Attention | None  # over the image tokens and their fillers alone, None if no block has it
     operators: Operators
+    tiles: TilePass | None = None  # set by the first block that runs so
 
     @property
     def hidden(self) -> Tensor:
@@ -210,6 +213,22 @@ class Stream:
     ) -> list[Tensor]:
         """See `Operators.attend`."""
         return self.operators.attend(attention, number, page, parts, self.rotary, self.sources, out)
+
+    def runs_with_tiles(self, block: TileBlock | None, number: int, page: int) -> bool:
+        """Run a block, which is the `number`-th, by compiled functions. Returns whether there are any for it and for
+        this batch: patches change no rows, and each request has one noise level."""
+        where, packing = self.where, self.packing
+        if block is None or block.kernels is not self.operators.kernels or where.text or where.image or where.joint:
+            return False
+        if packing.modulated_image is not packing.joint_image or not can_norm(self.hidden):
+            return False
+        parts = self.modulation(number)
+        if parts[0].dtype != self.hidden.dtype:  # another rank has made the table
+            return False
+        if self.tiles is None:
+            self.tiles = TilePass(block, self.joint_attention, self.hidden, self.rotary, packing)
+        self.tiles.run(block, number, page, parts, self.sources)
+        return True
 
     def keep(self, tokens: Sequence[Tensor | None], apart: Sequence[int] | None) -> None:
         """Drop all but these tokens of each request, numbered text before image; None keeps all. apart: of those that
@@ -225,6 +244,7 @@ class Stream:
         self.packing = Packing.of(lengths, images, packing.fillers, apart)
         self.where = self.patches.on(self.packing)
         self.residual, self.rotary = self.operators.residual(hidden[chosen]), self.rotary[chosen]
+        self.tiles = None
 
 
 class Modulation:
@@ -343,6 +363,10 @@ class Projection:
         """Queries, keys and values for attention. rows: each request's rows of the stream."""
         return Projected(self.heads(x, where), rows, self.weight, self.eps)
 
+    def beside(self, out: AnyGroup, up: AnyGroup, down: AnyGroup | None, eps: float) -> BlockLayers:
+        """With the other layers of a block, as for `BlockLayers`."""
+        return BlockLayers(self._layers, out, up, down, self.weight, self.eps, eps)
+
     def turn_(self, x: Tensor, rotary: Tensor, operators: Operators, first: int = 0) -> None:
         """Apply norm and rotary embedding in place. x: [tokens, n, heads, head dim], queries (0) and keys (1), starting
         with `first`."""
@@ -377,16 +401,21 @@ class FeedForward:
     def __init__(self, mlp: Any, group: MakeGroup) -> None:
         """mlp: diffusers' `FeedForward`; FLUX.2's, whose first layer gives gate and numbers; or Z-Image's, which has a
         layer for each."""
-        self._is_gated = not hasattr(mlp, "net")
+        self.is_gated = not hasattr(mlp, "net")
         if hasattr(mlp, "w1"):
             self._up, self._down = group(mlp.w1, mlp.w3), group(mlp.w2)
         else:
-            up, down = (mlp.linear_in, mlp.linear_out) if self._is_gated else (mlp.net[0].proj, mlp.net[2])
+            up, down = (mlp.linear_in, mlp.linear_out) if self.is_gated else (mlp.net[0].proj, mlp.net[2])
             self._up, self._down = group(up), group(down)
+
+    @property
+    def layers(self) -> tuple[AnyGroup, AnyGroup]:
+        """The first one and the last one."""
+        return self._up, self._down
 
     def __call__(self, x: Tensor, where: Segments, operators: Operators) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]. where: the rows that patches change."""
-        inner = operators.swiglu(self._up(x, where)) if self._is_gated else self._up(x, where, gelu=True)
+        inner = operators.swiglu(self._up(x, where)) if self.is_gated else self._up(x, where, gelu=True)
         return self._down(inner, where)
 
 
@@ -418,8 +447,18 @@ class DoubleBlock(Block):
         self._second_out = None if second is None else group(second.to_out[0])
         self.num_pages = 1 if second is None else 2
         self.has_image_attention = second is not None
+        self._tiles = self._with_tiles()
+
+    def _with_tiles(self) -> TileBlock | None:
+        if self._is_last or self.has_image_attention or self._mlp.is_gated:
+            return None
+        text = self._text.beside(self._text_out, *self._text_mlp.layers, self._norm_eps)
+        image = self._image.beside(self._out, *self._mlp.layers, self._norm_eps)
+        return tile_block("double", [text, image])
 
     def run(self, stream: Stream, number: int) -> None:
+        if stream.runs_with_tiles(self._tiles, number, self.page):
+            return
         parts, packing, where = stream.modulation(number), stream.packing, stream.where
         (shift, factor, gate, *mlp), text_parts = parts[: self._num_image_parts], parts[self._num_image_parts :]
         # A last norm gives scale before shift, the others shift before scale.
@@ -522,6 +561,11 @@ class SingleBlock(JointBlock):
         image = Projection(block.attn, "", group)
         self._up, out = group(block.proj_mlp), group(block.proj_out)
         super().__init__(modulation, block.norm, image, out, self._up.num_outputs)
+        self._tiles = tile_block("single", [image.beside(out, self._up, None, self._norm_eps)])
+
+    def run(self, stream: Stream, number: int) -> None:
+        if not stream.runs_with_tiles(self._tiles, number, self.page):
+            super().run(stream, number)
 
     def _projected(self, normed: Tensor, where: Segments, rows: Sequence[Span]) -> tuple[Projected, Tensor]:
         return self._image.project(normed, where, rows), normed

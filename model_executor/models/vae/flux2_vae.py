@@ -34,7 +34,7 @@ class Flux2Vae(ImageVae):
 
     def _unscaled(self, latents: Tensor) -> Tensor:
         unscaled: Tensor = _in_patches(latents) * self._deviation + self._mean
-        return unscaled.reshape(latents.shape).to(self._module.dtype)
+        return unscaled.reshape(latents.shape).to(self._computes_in)
 
 
 def _in_patches(latents: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class QwenVae(Vae):
 
     def _first_map(self, latents: Tensor) -> Tensor:
         """The decoder's map before its first up block, [1, channels, 1, rows, columns]."""
-        decoder, latents = self._module.decoder, (latents / self._inverse_std + self._mean).to(self._module.dtype)
+        decoder, latents = self._module.decoder, (latents / self._inverse_std + self._mean).to(self._computes_in)
         first: Tensor = decoder.mid_block(decoder.conv_in(self._module.post_quant_conv(latents[:, :, None])))
         return first
 

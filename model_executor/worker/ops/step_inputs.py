@@ -195,7 +195,8 @@ class StepInputs:
     def _modulation(self, number: int, num_rows: int, pooled: Tensor) -> Tensor | None:
         """The family's modulation table of a row; None if it keeps none."""
         work = self._work
-        inputs = ModulationInputs(pooled, work.guidance_scale, self.sample.sigmas[:-1], num_rows, work.patches)
+        facts = work.guidance_scale, self.sample.sigmas[:-1], num_rows, work.patches, work.cache_salt
+        inputs = ModulationInputs(pooled, *facts)
         return self._kept_tensor(f"modulation-{number}{self._patched}", partial(self.family.modulation, inputs))
 
     def _prompt_state(self, number: int, embeds: Tensor) -> Tensor | None:

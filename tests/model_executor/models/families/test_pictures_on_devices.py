@@ -18,7 +18,7 @@ from core.config import ModelConfig
 from model_executor.models.base import ImageInputs
 from model_executor.models.families import vae_family
 from model_executor.models.families.vae_family import VaeFamily, to_image, to_pixels
-from model_executor.models.vae.last_posterior import PictureKey
+from model_executor.models.vae.picture_key import PictureKey
 from model_executor.worker.loading.resident import ResidentModels
 
 GPU = torch.device("meta")
@@ -84,8 +84,10 @@ class Encoder:
         self.runs += 1
 
 
-def encoded(of: VaeFamily, template: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    image = of.encode_image(ImageInputs(template=template, mask=mask(), **EDIT, **options))
+def encoded(of: VaeFamily, template: Tensor, under: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
+    """under: the mask; None: `mask`."""
+    inside = mask() if under is None else under
+    image = of.encode_image(ImageInputs(template=template, mask=inside, **EDIT, **options))
     return image.latents, image.condition, image.outside
 
 
@@ -104,16 +106,20 @@ def test_two_ops_encode_a_picture_once(name: str, tmp_path: Path, slow_bfloat16:
     assert encoder.runs == 4, "a probe measures the encoder"
 
 
+@pytest.mark.parametrize("name", ["flux_fill", "sd_inpaint"])
 @torch.inference_mode()
-def test_a_masked_picture_is_not_kept(tmp_path: Path, slow_bfloat16: None) -> None:
-    """The denoiser of FLUX Fill sees it besides the picture."""
-    ours = family("flux_fill", tmp_path)
+def test_a_masked_picture_is_kept_besides_the_whole_one(name: str, tmp_path: Path, slow_bfloat16: None) -> None:
+    """The denoiser sees it. With a strength below 1 sampling starts from the whole picture."""
+    ours, under = family(name, tmp_path), mask()
     encoder, expected = Encoder(ours), encoded(ours, picture())
-    ours.encode_template(picture(), cache_salt="")
-    assert encoder.runs == 3
-    for runs in (4, 5):
-        assert all(map(torch.equal, encoded(ours, picture(), cache_salt=""), expected))
-        assert encoder.runs == runs
+    assert encoder.runs == 2, "without a salt nothing is kept"
+    for _ in range(2):
+        ours.encode_template(picture(), cache_salt="")
+        assert all(map(torch.equal, encoded(ours, picture(), under, cache_salt=""), expected))
+        assert encoder.runs == 4
+    under[0, 0] = 1  # another mask in the same memory
+    assert all(map(torch.equal, encoded(ours, picture(), under, cache_salt=""), encoded(ours, picture(), under)))
+    assert encoder.runs == 4 + 1 + 2
 
 
 @torch.inference_mode()

@@ -594,3 +594,34 @@ def test_the_tables_of_all_rows_of_a_request_share_one_limit(
     monkeypatch.setattr("model_executor.models.transformer.denoiser.MODULATION_BYTES", table.nbytes)
     assert denoiser.modulation(ModulationInputs(row.pooled_prompt_embeds, row.guidance_scale, sigmas, 1)) is not None
     assert denoiser.modulation(ModulationInputs(row.pooled_prompt_embeds, row.guidance_scale, sigmas, 2)) is None
+
+
+@torch.inference_mode()
+def test_the_last_table_is_kept_for_its_owner(denoiser: Denoiser, monkeypatch: pytest.MonkeyPatch) -> None:
+    row, sigmas, made = make_row(denoiser, 0), torch.linspace(1, 0.1, 4), list[ModulationInputs]()
+    make = denoiser._modulation_table
+    monkeypatch.setattr(denoiser, "_modulation_table", lambda inputs: (made.append(inputs), make(inputs))[1])
+    inputs = ModulationInputs(row.pooled_prompt_embeds, row.guidance_scale, sigmas, 1, cache_salt="me")
+    others = [
+        replace(inputs, cache_salt="you"),
+        replace(inputs, cache_salt=None),
+        replace(inputs, sigmas=sigmas / 2),
+        replace(inputs, guidance_scale=0.5),
+        replace(inputs, pooled_prompt_embeds=row.pooled_prompt_embeds + 1),
+    ]
+    for other in others:
+        expected = make(inputs), make(other)
+        denoiser.modulation(inputs)
+        made.clear()
+        again = denoiser.modulation(replace(inputs, sigmas=sigmas.clone()))
+        assert not made
+        assert again is not None
+        assert torch.equal(again, expected[0])
+        changed = denoiser.modulation(other)
+        assert made == [other]
+        assert changed is not None
+        assert torch.equal(changed, expected[1])
+    sigmas *= 0.5  # another run's, in the same memory
+    made.clear()
+    denoiser.modulation(inputs)
+    assert made == [inputs]
