@@ -108,7 +108,7 @@ class AsyncEngine:
         engines = self.services.engines
         models = await engines.ready()
         adapters = [model.name for model in models.values() if model.parent]
-        self.metrics.expect(models.keys() - set(adapters), self.config.engine.data_parallel_size)  # 0: the router does
+        self.metrics.expect(models.keys() - set(adapters), self.config.engine.data_parallel_size)  # 0: `engines` does
         self.metrics.name_adapters(adapters)
         self._served.set(models, msgspec.structs.replace(self.config.engine, cache=engines.cache))
 

@@ -133,7 +133,7 @@ class Int8Linear(nn.Module):
         """Have the weights in the order that these kernels read, if they multiply its dtype with tiles. It stays with
         the module, also in another process."""
         if not self.is_packed and kernels.order(self.scale.dtype) == "tiles":
-            self.qdata, self.is_packed = pack_tiles(self.qdata), True
+            self.qdata, self.is_packed = pack_tiles(self.qdata).data, True  # no view, see `Kernels.pack`
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], in x's dtype."""

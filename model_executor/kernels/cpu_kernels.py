@@ -243,9 +243,10 @@ class Kernels(PageKernels):
         return "tiles" if dtype == torch.bfloat16 and self.has_tiles else "panels"
 
     def pack(self, weight: Tensor) -> Tensor:
-        """The weight [out, in] in the order that `linear` reads, in huge pages."""
+        """The weight [out, in] in the order that `linear` reads, in huge pages. Its memory is freed with its data."""
         put = self._huge_pages.put
-        return pack_tiles(weight, put) if self.order(weight.dtype) == "tiles" else pack(weight, copy=put)
+        packed = pack_tiles(weight, put) if self.order(weight.dtype) == "tiles" else pack(weight, copy=put)
+        return packed.data  # a view would keep what it is a view of
 
     def linear(
         self,

@@ -12,6 +12,7 @@ from ctypes import Structure, addressof, byref, c_float, c_int, c_long, c_void_p
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from model_executor.kernels.attention import Attention, KeyValueSource
@@ -110,10 +111,16 @@ class TilePass:
 def tile_block(kind: BlockKind, layers: Sequence[BlockLayers]) -> TileBlock | None:
     """None if the compiled functions do not support these layers."""
     groups = [each for its in layers for each in (its.qkv, its.out, its.up, its.down) if each is not None]
-    tiled = [each for each in groups if isinstance(each, KernelGroup) and each.packed.order == "tiles"]
+    tiled = [each for each in groups if isinstance(each, KernelGroup) and _is_tiled(each)]
     has_norms = all(each.qk_norm is not None and each.qk_norm.shape[2] % LANES == 0 for each in layers)
     fit = all(each.num_inputs % TILE_DEPTH == 0 and each.num_inputs <= BLOCK_DEPTH for each in groups)
     return TileBlock(kind, layers, tiled) if has_norms and fit and len(tiled) == len(groups) else None
+
+
+def _is_tiled(group: KernelGroup) -> bool:
+    """Whether C can read its weights and biases: of others, `Kernels.linear` says what is wrong."""
+    order, weight, bias = group.packed
+    return order == "tiles" and weight.dtype == bias.dtype == torch.bfloat16
 
 
 def _layers(its: BlockLayers) -> _Layers:

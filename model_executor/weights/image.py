@@ -60,11 +60,13 @@ def write_image(module: nn.Module) -> tuple[int, Image]:
     image = Image(places.nbytes, places.nbytes + len(content))
     fd = os.memfd_create("stencil-weights", os.MFD_CLOEXEC)
     try:
-        os.posix_fallocate(fd, 0, image.nbytes)  # fails here instead of ending the process at a write
+        os.ftruncate(fd, image.nbytes)
         memory = mmap.mmap(fd, image.nbytes)
+        _take(fd, image.start, len(content))
         memory[image.start :] = content
         buffer = (ctypes.c_ubyte * image.nbytes).from_buffer(memory)
         for place, tensor in zip(places.listed, places.tensors, strict=True):
+            _take(fd, place.offset, place.nbytes)
             _write(buffer, place, tensor)
     except BaseException:
         os.close(fd)
@@ -90,6 +92,13 @@ def _take_off_recorders(module: nn.Module) -> None:
         for key, hook in list(each._forward_hooks.items()):
             if hook.__module__ == "transformers.utils.output_capturing":
                 del each._forward_hooks[key]
+
+
+def _take(fd: int, offset: int, nbytes: int) -> None:
+    """Have memory for a part, just before it is written: with all from the start, a module would be there twice. Fails
+    instead of ending the process at the write."""
+    if nbytes:
+        os.posix_fallocate(fd, offset, nbytes)
 
 
 def _write(buffer: Any, place: _Place, tensor: Tensor) -> None:

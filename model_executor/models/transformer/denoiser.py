@@ -365,15 +365,22 @@ class Denoiser(ABC):
     def modulation(self, inputs: ModulationInputs) -> Tensor | None:
         """All blocks' shifts, scales and gates at each of these noise levels, [levels, width], for `Row.modulation`;
         bit-identical to what each step would compute. None if the request's tables would take more than
-        MODULATION_BYTES, or GPU_MODULATION_BYTES. A small one is kept for the next request with the same inputs.
+        MODULATION_BYTES, or GPU_MODULATION_BYTES. On a CPU a small one is kept for the next request with the same
+        inputs.
         """
         width = self._levels_per_row * sum(part.width for part in self._modulations)
         size = len(inputs.sigmas) * width * self.dtype.itemsize
         if inputs.num_rows * size > modulation_limit(self._device):
             return None
-        if inputs.cache_salt is None or inputs.patches or size > KEPT_MODULATION_BYTES:
-            return self._modulation_table(inputs)
-        return self._last_modulation.get(inputs, lambda: self._modulation_table(inputs))
+        if self._keeps_modulation(inputs, size):
+            return self._last_modulation.get(inputs, lambda: self._modulation_table(inputs))
+        return self._modulation_table(inputs)
+
+    def _keeps_modulation(self, inputs: ModulationInputs, size: int) -> bool:
+        """Whether a table of so many bytes is kept. Not on a GPU: the host would wait for all that is queued there to
+        compare what is in its memory."""
+        may_return = inputs.cache_salt is not None and not inputs.patches
+        return may_return and size <= KEPT_MODULATION_BYTES and self._device.type == "cpu"
 
     def _modulation_table(self, inputs: ModulationInputs) -> Tensor:
         sigmas, patches = inputs.sigmas, inputs.patches

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model_executor.kernels.cpu_kernels import has_tiles
 from model_executor.kernels.tile_blocks import TilePass
@@ -71,6 +71,17 @@ def test_blocks_have_the_bits_of_their_operators(flux: FluxTransformer, monkeypa
     monkeypatch.setattr(Stream, "runs_with_tiles", lambda *args: False)
     for outputs, expected in zip(ours, map(flux.forward, batches), strict=True):
         assert all(map(torch.equal, outputs, expected))
+
+
+@pytest.mark.parametrize("name", ["transformer_blocks.0.ff.net.2", "single_transformer_blocks.0.proj_mlp"])
+@torch.inference_mode()
+def test_biases_in_float32_are_refused_as_by_a_layer_alone(name: str) -> None:
+    """C would read twice as many numbers as there are."""
+    module = flux_transformer(WIDTH, False).to(torch.bfloat16).eval()
+    layer = module.get_submodule(name)
+    layer.bias = nn.Parameter(layer.bias.float())
+    with pytest.raises(TypeError, match="float32"):
+        FluxTransformer(module, 1000).forward([exact(8)])
 
 
 @torch.inference_mode()

@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,12 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from core.config import ModelConfig
 from model_executor.checkpoint.loader import ModelCheckpoint
+from model_executor.kernels import huge_pages
+from model_executor.kernels.cpu_kernels import best_kernels
+from model_executor.kernels.linear import fused_linear
+from model_executor.kernels.linear_groups import group_layers
 from model_executor.models.registry import make_family
+from model_executor.weights import image as image_file
 from model_executor.weights.image import read_image, write_image
 from model_executor.worker.loading.resident import edit_once
 from tools.random_checkpoints import make_flux, make_klein, make_qwen_edit, make_sd3
@@ -132,6 +138,31 @@ def test_the_written_module_is_freed() -> None:
     fd, _ = write_image(module)
     os.close(fd)
     assert module.weight.numel() == module.bias.numel() == 0
+
+
+def test_memory_is_taken_as_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for one packed denoiser, not for two."""
+    kernels = best_kernels()
+    if kernels is None:
+        pytest.skip("no compiled kernels on this machine")
+    monkeypatch.setattr(huge_pages, "CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(kernels, "_huge_pages", pages := huge_pages.HugePages())
+    allocate, write, chunks = os.posix_fallocate, image_file._write, list[Any]()
+    module, sizes, held = nn.ModuleList(nn.Linear(512, 512) for _ in range(3)), list[int](), list[int]()
+    for layer in module:  # the weights of each fill a chunk of memory
+        group_layers([layer], fused_linear, True, kernels, owns_layers=True)
+        chunks.append(pages._chunk)
+
+    def counted(*args: Any) -> None:
+        held.append(sum(chunk() is not None for chunk in chunks))
+        write(*args)
+
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, size: (sizes.append(size), allocate(fd, at, size)))
+    monkeypatch.setattr(image_file, "_write", counted)
+    fd, _ = write_image(module)
+    os.close(fd)
+    assert held == [3, 2, 2, 1, 1, 0], "weight and bias of each layer"
+    assert max(sizes) == 1 << 20
 
 
 def test_readers_share_memory_but_not_what_they_write() -> None:

@@ -625,3 +625,15 @@ def test_the_last_table_is_kept_for_its_owner(denoiser: Denoiser, monkeypatch: p
     made.clear()
     denoiser.modulation(inputs)
     assert made == [inputs]
+
+
+@torch.inference_mode()
+def test_on_a_gpu_no_table_is_kept(denoiser: Denoiser, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing its inputs would wait for the GPU."""
+    row, made = make_row(denoiser, 0), list[ModulationInputs]()
+    monkeypatch.setattr(denoiser, "_device", torch.device("cuda"))
+    monkeypatch.setattr(denoiser, "_modulation_table", made.append)
+    inputs = ModulationInputs(row.pooled_prompt_embeds, 1.0, torch.linspace(1, 0.1, 4), 1, cache_salt="me")
+    for _ in range(2):
+        denoiser.modulation(inputs)
+    assert made == [inputs, inputs]
