@@ -53,9 +53,14 @@ def engines(server: ServerProcess) -> list[dict[str, Any]]:
     return listed
 
 
-def served_by(server: ServerProcess) -> list[str]:
-    """The engines of each answer so far, as the access log names them."""
-    return re.findall(r" engines=\[([\d ,]*)\]", server.log.read_text())
+def served_by(server: ServerProcess, number: int = 0) -> list[str]:
+    """The engines of each answer so far, as the access log names them. number: of answers that there were, each of
+    which is there a moment before its line."""
+    deadline = time.monotonic() + PATIENCE
+    while len(named := re.findall(r" engines=\[([\d ,]*)\]", server.log.read_text())) < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return named
 
 
 def test_each_engine_has_its_models_and_gets_their_requests(server: ServerProcess, client: openai.OpenAI) -> None:
@@ -70,7 +75,7 @@ def test_each_engine_has_its_models_and_gets_their_requests(server: ServerProces
     assert {model.state for model in client.models.list()} == {"loaded"}  # type: ignore[attr-defined]
     for name in ("fill", "sd", "sd", "fill", "sd"):
         edit(client, model=name)
-    assert served_by(server) == ["0", "1", "1", "0", "1"]
+    assert served_by(server, 5) == ["0", "1", "1", "0", "1"]
 
 
 def test_masks_and_templates_are_where_their_model_is(server: ServerProcess, client: openai.OpenAI) -> None:
@@ -83,11 +88,7 @@ def test_masks_and_templates_are_where_their_model_is(server: ServerProcess, cli
     assert made.status_code == 200, made.text
     edit(client, model="sd", template_id=made.json()["id"])
     edit(client, mask=None, model="sd", mask_prompt="the hat", mask_aware=False)
-    deadline = time.monotonic() + PATIENCE
-    while len(served_by(server)) < before + 3:  # an answer is there a moment before its line
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert served_by(server)[before:] == ["1"] * 3
+    assert served_by(server, before + 3)[before:] == ["1"] * 3
     assert httpx.delete(f"{server.base_url}/templates/{made.json()['id']}").status_code == 200
 
 
