@@ -59,8 +59,9 @@ class ImageInputs:
     shift: instead of what the scheduler does to noise levels. sigmas: instead of the pipeline's, evenly spaced.
     start: other latents that are noised instead of the template's; where a run starts from noise alone, they have no
     effect either. is_exact: the VAE computes in its own dtype; else it may in a faster one, as for `encode_template`
-    and `decode_region`. cache_salt: see `CacheConfig.salt`; the encoder's result for a template is kept until the next
-    one's, and used again for an equal template with the same salt, with equal results; None: neither.
+    and `decode_region`. cache_salt: see `CacheConfig.salt`; the encoder's result for a template, whole or without what
+    is under the mask, is kept until the next one's, and used again for an equal one with the same salt, with equal
+    results; None: neither.
     paged_reference_tokens: condition tokens of references whose keys and values are all read from pages; they are not
     encoded, and zeros are in their place. num_controls: control pictures of the run, for which the pipeline may have
     drawn first.

@@ -36,7 +36,7 @@ class Vae(ABC):
         self.weights: Weights = ON_DEVICE
         self._in_bfloat16: dict[Kernels | None, Self] = {}
         self._computes_in: torch.dtype = module.dtype  # kept, because diffusers searches all modules for it
-        # At 1024x1024 pixels with 16 channels in half precision, 2.5 MB of the device's memory and 3 MB of the host's.
+        # Each at 1024x1024 pixels, 16 channels and half precision: 2.5 MB of the device's memory, 3 or 4 of the host's.
         self._last: Last[PictureKey, DiagonalGaussianDistribution] = Last()
         self._last_masked: Last[PictureKey, DiagonalGaussianDistribution] = Last()
 
