@@ -441,6 +441,7 @@ def pack_tiles(weight: Tensor, copy: Callable[[Tensor], Tensor] = Tensor.contigu
     outputs, inputs = weight.shape
     missing = -inputs % TILE_DEPTH, -outputs % SQUARE
     whole = F.pad(weight, (0, missing[0], 0, missing[1])) if any(missing) else weight.contiguous()
+    whole = whole.clone() if whole.storage_offset() % 2 else whole  # within a file, a pair may begin at any number
     pairs = whole.view(torch.int32 if weight.dtype == torch.bfloat16 else torch.int16)
     tiles = pairs.view(-1, 2, SQUARE // 2, whole.shape[1] // TILE_DEPTH, TILE_DEPTH // 2)
     packed = copy(tiles.permute(0, 3, 1, 4, 2))

@@ -27,6 +27,7 @@ from model_executor.kernels.cpu_kernels import (
     can_read,
     can_rotate,
     pack,
+    pack_tiles,
 )
 from model_executor.page_cache.pages import PageEntry, Pages
 
@@ -360,6 +361,13 @@ def test_sizes_without_products() -> None:
     assert not can_norm(draw(2, 24))
     assert not can_norm(torch.empty(2, 32))
     assert not can_read(draw(2, 1, 4, 24))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_weights_are_packed_wherever_they_begin(dtype: torch.dtype) -> None:
+    """Within a file also at an odd number, where pairs have no address of their own."""
+    numbers = torch.arange(64 * 64 + 1).to(dtype)
+    assert pack_tiles(numbers[1:].view(64, 64)).equal(pack_tiles(numbers[1:].clone().view(64, 64)))
 
 
 def test_tiles_are_used_where_there_are_some(kernels: Kernels, portable: Kernels) -> None:
