@@ -167,12 +167,12 @@ async def run_each(engine: AsyncEngine, edits: dict[str, EditInput]) -> dict[str
 
 
 async def begin(engine: AsyncEngine, edits: dict[str, EditInput]) -> dict[str, asyncio.Task[Told]]:
-    """Start all edits; returns once as many have begun as there are workers, or all: one may have to wait for another
-    where steps gain nothing by being shared.
+    """Start all edits; returns once as many run or have ended as there are workers, or all: one may have to wait for
+    another where steps gain nothing by being shared, and on a busy machine one may end before the next begins.
     """
     tasks = {name: asyncio.create_task(run(engine, name, edit)) for name, edit in edits.items()}
     number = min(len(edits), len(processes("worker")))
-    await until(lambda: engine.num_requests_running >= number)
+    await until(lambda: engine.num_requests_running + sum(task.done() for task in tasks.values()) >= number)
     return tasks
 
 
