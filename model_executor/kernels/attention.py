@@ -55,7 +55,8 @@ class KeysValues:
 
     @property
     def whole_image(self) -> Tensor | None:
-        """Of all image tokens, in order, [2, heads, image tokens, head dim]; None if they are not in one place."""
+        """Keys and values of all image tokens, in order, [2, heads, image tokens, head dim]; None if they are not
+        together."""
         return self.image
 
     @cached_property

@@ -52,7 +52,8 @@ Order = Literal["oneDNN", "panels", "tiles"]
 """Of packed weights: the one that oneDNN reads, or our kernels, in bfloat16 with AMX or otherwise."""
 
 BlockKind = Literal["double", "single"]
-"""Of transformer blocks, by their layers: text and image tokens have their own, or share all. See cpu_amx_blocks.c."""
+"""A transformer block's kind: double if text and image tokens have layers of their own, single if they share all. See
+cpu_amx_blocks.c."""
 
 KEPT_TABLES = 1024
 """Spans of rows, as C reads them, that are kept: a step asks for a few dozen times for a few of them."""

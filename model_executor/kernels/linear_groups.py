@@ -58,7 +58,7 @@ class LinearGroup(ABC, Generic[Addition]):
 
     @property
     def num_inputs(self) -> int:
-        """Of each layer."""
+        """Numbers that each layer reads of a row."""
         return self._inputs
 
     @property

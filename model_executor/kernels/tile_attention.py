@@ -38,7 +38,7 @@ class PlacedKeysValues(KeysValues):
 
     @property
     def whole_image(self) -> Tensor | None:
-        """As `KeysValues.whole_image`; None if some are on a page."""
+        """The same as `KeysValues.whole_image`; None if some are on a page."""
         return None if self.others is not None else head_major(self.computed[self.text_tokens :])
 
 
