@@ -14,9 +14,10 @@ from model_executor.models.controlnet.control_row import ControlRow
 from model_executor.models.controlnet.residuals import NOTHING
 from model_executor.models.controlnet.transformer_controlnet import ControlTransformer, TransformerControlNet
 from model_executor.models.latents import PATCH
-from model_executor.models.transformer.blocks import Block, RowSource
+from model_executor.models.transformer.blocks import Block
 from model_executor.models.transformer.denoiser import select
 from model_executor.models.transformer.flux_transformer import FluxTransformer
+from model_executor.models.transformer.row_sources import RowSource
 from model_executor.patches.batch_patches import Where
 
 

@@ -21,9 +21,10 @@ from model_executor.models.base import Row
 from model_executor.models.controlnet.control_row import ControlRow
 from model_executor.models.controlnet.controlnet import ControlNet, Shown
 from model_executor.models.controlnet.residuals import Residuals
-from model_executor.models.transformer.blocks import Modulation, Stream
 from model_executor.models.transformer.denoiser import Denoiser
+from model_executor.models.transformer.modulation import Modulation
 from model_executor.models.transformer.sequence import Shard, Team
+from model_executor.models.transformer.stream import Stream
 from model_executor.parallel.group import Group
 
 

@@ -33,17 +33,12 @@ from model_executor.kernels.ragged import Packing, Span, together
 from model_executor.kernels.residual import Norm
 from model_executor.models.base import ModulationInputs, PrimeRow, Row, Streamed
 from model_executor.models.last import Last
-from model_executor.models.transformer.blocks import (
-    Block,
-    EditSource,
-    Modulation,
-    RowSource,
-    Stream,
-    TemplateSource,
-    text_lengths,
-)
+from model_executor.models.transformer.blocks import Block
+from model_executor.models.transformer.modulation import Modulation
+from model_executor.models.transformer.row_sources import EditSource, RowSource, TemplateSource, text_lengths
 from model_executor.models.transformer.rows import lacking_pages, with_heads, with_own_heads, with_text
 from model_executor.models.transformer.sequence import Shard, Team
+from model_executor.models.transformer.stream import Stream
 from model_executor.page_cache.pages import PageEntry
 from model_executor.parallel.group import Group, shares
 from model_executor.patches.batch_patches import BatchPatches, Where, by_patches

@@ -23,8 +23,10 @@ from model_executor.kernels.operators import Operators
 from model_executor.kernels.ragged import Packing, together
 from model_executor.kernels.residual import Norm
 from model_executor.models.base import PrimeRow, Row
-from model_executor.models.transformer.blocks import Block, ImageBlock, Modulation, Stream
+from model_executor.models.transformer.blocks import Block, ImageBlock
 from model_executor.models.transformer.denoiser import CACHED_GRIDS, Conditions, Denoiser, channels_first, select
+from model_executor.models.transformer.modulation import Modulation
+from model_executor.models.transformer.stream import Stream
 from model_executor.patches.batch_patches import Where
 
 CACHED_CLASSES = 64

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from model_executor.models.base import PrimeRow, Row
-from model_executor.models.transformer.blocks import Block, DoubleBlock, FusedBlock, Modulation
+from model_executor.models.transformer.blocks import Block, DoubleBlock, FusedBlock
 from model_executor.models.transformer.denoiser import with_conditions
 from model_executor.models.transformer.flux_transformer import FluxTransformer
+from model_executor.models.transformer.modulation import Modulation
 
 CONDITION_TIME = 10
 """Distance of pictures on the first axis, where the image is at 0: the pipelines' number."""

@@ -13,7 +13,11 @@ from model_executor.kernels.linear_groups import MakeGroup
 from model_executor.kernels.low_rank import Segments
 from model_executor.kernels.ragged import Span
 from model_executor.kernels.residual import Addition, Norm
-from model_executor.models.transformer.blocks import Block, FeedForward, Modulation, Projection, Stream
+from model_executor.models.transformer.blocks import Block
+from model_executor.models.transformer.feed_forward import FeedForward
+from model_executor.models.transformer.modulation import Modulation
+from model_executor.models.transformer.projection import Projection
+from model_executor.models.transformer.stream import Stream
 from model_executor.page_cache.pages import Pages
 
 PARTS = 4

@@ -17,8 +17,9 @@ from model_executor.kernels.held import hold
 from model_executor.kernels.operators import Operators
 from model_executor.kernels.ragged import Packing, together
 from model_executor.models.base import PrimeRow, Row
-from model_executor.models.transformer.blocks import Block, DoubleBlock, Stream
+from model_executor.models.transformer.blocks import Block, DoubleBlock
 from model_executor.models.transformer.denoiser import CACHED_GRIDS, channels_first, select
+from model_executor.models.transformer.stream import Stream
 from model_executor.models.transformer.text_denoiser import TextDenoiser
 from model_executor.patches.batch_patches import Where
 

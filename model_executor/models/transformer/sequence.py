@@ -20,7 +20,7 @@ from model_executor.kernels import attention
 from model_executor.kernels.attention import Attention, KeysValues
 from model_executor.kernels.ragged import Span
 from model_executor.kernels.ragged import spans as spans_of
-from model_executor.models.transformer.blocks import EditSource
+from model_executor.models.transformer.row_sources import EditSource
 from model_executor.page_cache.pages import Pages
 from model_executor.parallel.group import Group, shares
 

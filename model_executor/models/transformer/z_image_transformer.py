@@ -22,9 +22,11 @@ from model_executor.kernels.ragged import Packing, together
 from model_executor.kernels.residual import Norm
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.latents import PATCH
-from model_executor.models.transformer.blocks import Block, Modulation, Stream
+from model_executor.models.transformer.blocks import Block
 from model_executor.models.transformer.denoiser import Conditions, Denoiser, channels_first, channels_last, select
+from model_executor.models.transformer.modulation import Modulation
 from model_executor.models.transformer.sandwich_block import PromptBlock, PromptSource, SandwichBlock
+from model_executor.models.transformer.stream import Stream
 from model_executor.patches.batch_patches import BatchPatches, Where
 
 MULTIPLE = 32

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from model_executor.kernels.cpu_kernels import has_tiles
 from model_executor.kernels.tile_blocks import TilePass
 from model_executor.models.base import ModulationInputs, PrimeRow, Row
-from model_executor.models.transformer.blocks import Stream
 from model_executor.models.transformer.flux_transformer import FluxTransformer
+from model_executor.models.transformer.stream import Stream
 from model_executor.page_cache.pages import Pages
 from tools.random_checkpoints import flux_transformer
 

@@ -25,11 +25,11 @@ from model_executor.kernels.low_rank import LowRank
 from model_executor.kernels.operators import Operators
 from model_executor.models.base import ModulationInputs, PrimeRow, Row
 from model_executor.models.latents import pack, unpack
-from model_executor.models.transformer.blocks import Modulation
 from model_executor.models.transformer.denoiser import Denoiser
 from model_executor.models.transformer.dit_transformer import DiTTransformer
 from model_executor.models.transformer.flux2_transformer import Flux2Transformer
 from model_executor.models.transformer.flux_transformer import FluxKontextTransformer, FluxTransformer
+from model_executor.models.transformer.modulation import Modulation
 from model_executor.models.transformer.qwen_transformer import QwenEditTransformer, QwenTransformer
 from model_executor.models.transformer.sd3_transformer import SD3Transformer
 from model_executor.models.transformer.z_image_transformer import ZImageTransformer
