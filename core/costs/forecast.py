@@ -26,6 +26,7 @@ class SlotTask(NamedTuple):
     group: tuple[str, int] = ("", 0)  # owner and priority class: it gives way only within these
     ranks: tuple[int, ...] = ()  # indexes of the ranks that can serve it; none: all can
     call: str = ""  # id of the call that is answered when all of its tasks are done; "": of its own
+    has_due: bool = False  # it has a due time, which it may be unable to meet
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,9 @@ def _weight(task: SlotTask, newcomer: SlotTask) -> tuple[bool, bool, float]:
 
 
 TO_COME = 2
-"""Requests that come before all that are there are done, and are delayed by them, as a multiple of those that are."""
+"""Requests that come before all that are there are done, and are delayed by them, as a multiple of those that are there
+and have no due time. Of those with one it counts how many are in time: they are safe if they are done early.
+"""
 
 
 def best_lanes(
@@ -124,13 +126,15 @@ def best_lanes(
 
 def _judge(tasks: Sequence[SlotTask], lanes: Sequence[FilledLane]) -> tuple[int, float]:
     """How many tasks these lanes serve, and the sum of all latencies, those of later requests included."""
-    num_served, last = 0, dict[str | int, float]()
+    num_served, last, without_due = 0, dict[str | int, float](), set[str | int]()
     for lane in lanes:
         num_served += len(lane.chosen)
         for index, end in zip(lane.chosen, lane.ends, strict=True):
             call = tasks[index].call or index
             last[call] = max(end, last.get(call, 0.0))
-    return num_served, sum(last.values()) + TO_COME * len(last) * max(last.values(), default=0.0)
+            if not tasks[index].has_due:
+                without_due.add(call)
+    return num_served, sum(last.values()) + TO_COME * len(without_due) * max(last.values(), default=0.0)
 
 
 def _able(task: SlotTask, lanes: Sequence[FilledLane]) -> Sequence[FilledLane]:

@@ -9,6 +9,7 @@ from math import inf
 from core.graph.workflow import Node, op_of
 from core.handles import RankIds
 from core.scheduling.dispatch import AskAgain, Decision, Dispatch
+from core.scheduling.node_cache import CacheJob
 from core.scheduling.policies.planner.plan import Plan, has_steps
 from core.scheduling.policies.planner.predictions import Predictions
 from core.scheduling.policies.planner.repeated_steps import WholePass
@@ -32,6 +33,7 @@ class LanePass(StepPass):
     groups: Mapping[str, RankIds] = field(default_factory=dict)  # large request that may be given work -> its ranks
     large: Sequence[Request] = ()  # the requests of `groups`, the most urgent first
     plan: Plan = field(default_factory=Plan)  # which small requests are served
+    _held: set[int] = field(default_factory=set)  # ranks that finish a request next, see `_finishing_rank`
 
     def _admit(self) -> list[Request]:
         """Large requests that have an open rank, or may get one for a ControlNet, and small ones, which get homes here,
@@ -51,7 +53,26 @@ class LanePass(StepPass):
         small = self._admit_planned(room)
         for request in small:
             self._last_home(request)
+        for request in small:
+            if not has_steps(request):
+                self._held |= self._finishing_rank(request)
         return large + small
+
+    def _finishing_rank(self, request: Request) -> set[int]:
+        """The rank that makes a request's last step, if its picture is decoded there, too. The rank is kept free for
+        the decode: that can be sent only when the step's result has arrived, and other work sent meanwhile would go
+        first and take longer than result and plan take to travel.
+        """
+        ranks, progress = self._ranks_of(request, request.workflow.last_output), request.progress
+        is_next = {*request.sent_to.values()} == {ranks} and not (progress.is_ending or progress.is_restarting)
+        return {*ranks} if is_next else set()
+
+    def _can_run(self, request: Request, node: Node) -> bool:
+        is_held = self._held and has_steps(request) and not self._held.isdisjoint(self._ranks_of(request, node))
+        return not is_held and StepPass._can_run(self, request, node)
+
+    def _can_prime(self, job: CacheJob) -> bool:
+        return self._rank_of(job) not in self._held and StepPass._can_prime(self, job)
 
     def _admit_planned(self, room: int) -> list[Request]:
         """Requests that have no steps to make now, then served ones, but for those that have nothing to do with the

@@ -298,7 +298,8 @@ class Planner:
         seconds = inf if candidate.is_late else candidate.seconds / num_denoisers
         must, group = self._is_patient(candidate), (head.owner, head.priority)
         before = work.before + work.serving  # a rank that makes the steps does this, too
-        return SlotTask(work.steps, work.tokens, before, work.after, seconds, must, group, able, head.call_id)
+        times = before, work.after, seconds
+        return SlotTask(work.steps, work.tokens, *times, must, group, able, head.call_id, due(head) is not None)
 
     def _most_slots(self, request: Request) -> int:
         step = step_node(request)
