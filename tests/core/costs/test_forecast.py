@@ -181,6 +181,15 @@ def test_as_many_slots_are_tried_as_no_batch_has_shown_the_time_of_unless_one_wo
     assert num_slots([tasks[0]._replace(due_in=5.0), *tasks[1:]], 0) == 1
 
 
+def test_requests_share_steps_for_those_to_come_where_they_have_no_due_time() -> None:
+    """Together both are done after 6.4 s, one by one after 4 and 8 s."""
+    pace = Pace((1.0, 1.6), (0.0, 0.0))
+    open_end, due = SlotTask(4, 1.0), SlotTask(4, 1.0, due_in=20.0, has_due=True)
+    late = due._replace(due_in=inf)
+    lanes = [best_lanes([task] * 2, 2, pace, [0.0], largest_seen=2)[0] for task in (open_end, due, late)]
+    assert [lane.slots.number for lane in lanes] == [2, 1, 1]
+
+
 def test_the_images_of_a_call_share_steps_because_all_of_them_are_waited_for() -> None:
     """One by one the first is done sooner, and all later by a little."""
     pace = Pace((0.1,) * 3, (1.0,) * 3)

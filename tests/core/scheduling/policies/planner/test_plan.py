@@ -153,6 +153,13 @@ def test_a_request_that_has_begun_leaves_when_it_is_late_and_another_is_in_time(
     assert engine.ends["doubtful"] == 2.0
 
 
+def test_a_decode_waits_for_nothing_that_was_sent_ahead() -> None:
+    """The second request has made three steps when the first one begins, which is due sooner."""
+    engine = Engine("default", latencies={1: 0.008, 2: 0.016}, decode=0.02, max_plans=2)
+    engine.serve([edit("second", 9, 1.0), edit("first", 3, 0.07, arrival=0.012)])
+    assert engine.ends["first"] == pytest.approx(3 * 0.008 + 3 * 0.008 + 0.02)
+
+
 def test_of_requests_that_are_all_late_one_is_tried() -> None:
     engine = Engine("default")
     outputs = engine.serve([edit("first", 10, 9.5), edit("second", 10, 9.6)])
