@@ -33,7 +33,7 @@ class LanePass(StepPass):
     groups: Mapping[str, RankIds] = field(default_factory=dict)  # large request that may be given work -> its ranks
     large: Sequence[Request] = ()  # the requests of `groups`, the most urgent first
     plan: Plan = field(default_factory=Plan)  # which small requests are served
-    _held: set[int] = field(default_factory=set)  # ranks that finish a request next, see `_finishing_rank`
+    _held: set[int] = field(default_factory=set)  # ranks that finish a due request next, see `_finishing_rank`
 
     def _admit(self) -> list[Request]:
         """Large requests that have an open rank, or may get one for a ControlNet, and small ones, which get homes here,
@@ -54,7 +54,7 @@ class LanePass(StepPass):
         for request in small:
             self._last_home(request)
         for request in small:
-            if not has_steps(request):
+            if due(request.head) is not None and not has_steps(request):
                 self._held |= self._finishing_rank(request)
         return large + small
 
