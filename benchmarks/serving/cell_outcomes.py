@@ -36,6 +36,7 @@ class Outcomes(msgspec.Struct, frozen=True):
     late_sending: float  # P99 of how long after their due times requests were sent
     sending: list[float] = []  # these times, in the order of the requests
     probes: tuple[Probe, ...] = ()  # before the run, and after it
+    pace: float = 1.0  # what steps took, as a multiple of what they took at first: objectives and arrivals follow it
 
     @property
     def worker_seconds(self) -> float:

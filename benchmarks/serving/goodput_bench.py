@@ -182,27 +182,30 @@ class Bench:
 
     # ------------------------------------------------------------------------------------------------ a cell
 
-    def measure(self, cell: Cell, policy: str, alone: Alone, number_of_round: int) -> Outcomes:
+    def measure(
+        self, cell: Cell, policy: str, alone: Alone, number_of_round: int, pace: float | None = None
+    ) -> Outcomes:
+        """pace: see Outcomes; None: as steps are now."""
         with self.server(policy) as (target, recorded):
             first = recorded.send_one_by_one(target, self.probes).probe
-            load = self._load(cell, alone, first, number_of_round)
+            pace = pace or first.step_seconds / alone.probe.step_seconds
+            load = self._load(cell, alone, pace, number_of_round)
             before = recorded.since(0.0)[1][-1]
             run = asyncio.run(send_on_time(target, *load))
             batches = recorded.since(run.started)[1]
             last = recorded.send_one_by_one(target, self.probes).probe
-        return msgspec.structs.replace(outcomes_of(run, before, batches), probes=(first, last))
+        return msgspec.structs.replace(outcomes_of(run, before, batches), probes=(first, last), pace=pace)
 
-    def _load(self, cell: Cell, alone: Alone, now: Probe, number_of_round: int) -> tuple[list[EditCall], list[float]]:
-        """The requests with their objectives, and when they are due, as fast as the machine is now."""
-        speed = now.step_seconds / alone.probe.step_seconds
+    def _load(self, cell: Cell, alone: Alone, pace: float, number_of_round: int) -> tuple[list[EditCall], list[float]]:
+        """The requests with their objectives, and when they are due."""
         due = self.due(cell, alone, number_of_round)
-        return alone.latency.scaled(self.calls, cell.slo * speed), [when * speed for when in due]
+        return alone.latency.scaled(self.calls, cell.slo * pace), [when * pace for when in due]
 
     def predict(self, cell: Cell, policy: str, results: Results, of: Outcomes, number_of_round: int) -> Simulated:
         """of: a run of these results."""
         alone = results.alone
         assert alone is not None
-        calls, due = self._load(cell, alone, of.probes[0], number_of_round)
+        calls, due = self._load(cell, alone, of.pace, number_of_round)
         until = [when + (call.slo_ms or 0.0) / 1e3 for when, call in zip(due, calls, strict=True)]
         requests = [
             msgspec.structs.replace(_decode(head), request_id=str(index), arrival=when, deadline=end)

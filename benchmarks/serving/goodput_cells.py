@@ -1,10 +1,11 @@
 """Goodput of scheduling policies on a server of several ranks, beside what the simulation predicts for the same cells.
 
-Cells differ in load, burstiness and objective; all policies get the same requests at the same times but for the
-machine's speed. Runs of one cell differ by chance, so rounds repeat all of them with other arrivals, policies in turns.
+Cells differ in load, burstiness and objective; in a round all policies get the same requests at the same times. Runs of
+one cell differ by chance, so rounds repeat all of them with other arrivals, policies in turns.
 First it is measured what requests take alone, and in every round how much slower ranks are that have work at the same
 time. Before and after each run some requests are sent one by one: the speed may drift by a fifth within minutes, so
-objectives and times between arrivals follow what steps take just before, and predictions count with the mean of both.
+objectives and times between arrivals follow what steps take just before the first policy of a cell runs (steps of a
+lone request differ by policy, by some per cent), and predictions count with the mean of both.
 Results are kept in a file: an interrupted command continues, and cells can be run one by one. Predictions come from the
 model's profile on this machine (`make profile ARGS="--threads 1"`).
 """
@@ -178,11 +179,14 @@ def _measure_cell(bench: Bench, results: Results, cell: Cell, number_of_round: i
     """What a round of a cell lacks. In every other round policies come in the reverse order."""
     assert results.alone is not None
     of_cell = results.measured.setdefault(cell.name, {})
+    done = [rounds[number_of_round] for rounds in of_cell.values() if len(rounds) > number_of_round]
+    pace = done[0].pace if done else None
     for policy in bench.args.policies[:: 1 if number_of_round % 2 == 0 else -1]:
         rounds = of_cell.setdefault(policy, [])
         if len(rounds) > number_of_round:
             continue
-        rounds.append(bench.measure(cell, policy, results.alone, number_of_round))
+        rounds.append(bench.measure(cell, policy, results.alone, number_of_round, pace))
+        pace = rounds[-1].pace
         _keep(results, bench.args.results)
         print(f"{cell.name} {policy}: {rounds[-1].in_time} of {len(bench.calls)} in time", flush=True)
 

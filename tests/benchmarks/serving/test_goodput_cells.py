@@ -306,6 +306,7 @@ def test_cells_are_measured_one_by_one_and_kept(
         assert (of["busy"].get("denoise", 0.0) > 0) >= was_served
         assert 0 < of["policy_cpu"] < of["engine_cpu"]
         assert len(of["probes"]) == 2
+    assert rounds["default"][0]["pace"] == rounds["clockwork"][0]["pace"] != rounds["clockwork"][1]["pace"]
     assert len(kept["crowding"]) == 2
     assert min(crowding["steps"] for crowding in kept["crowding"]) >= 1
     around = kept["alone"]["probe"]["surroundings"]
