@@ -34,9 +34,9 @@ class Outcomes(msgspec.Struct, frozen=True):
     mean_batch: dict[str, float]  # op -> requests in its batches
     batches: list[tuple[float, float]]  # (seconds, mean batch of the steps), by window
     late_sending: float  # P99 of how long after their due times requests were sent
+    pace: float  # what steps took, as a multiple of what they took at first: objectives and arrivals follow it
     sending: list[float] = []  # these times, in the order of the requests
     probes: tuple[Probe, ...] = ()  # before the run, and after it
-    pace: float = 1.0  # what steps took, as a multiple of what they took at first: objectives and arrivals follow it
 
     @property
     def worker_seconds(self) -> float:
@@ -56,8 +56,8 @@ def switching(batches: Sequence[Batch]) -> float:
     return sum(waits)
 
 
-def outcomes_of(run: Run, before: Batch, batches: Sequence[Batch]) -> Outcomes:
-    """before: the last batch of the warm-ups. batches: of the run."""
+def outcomes_of(run: Run, before: Batch, batches: Sequence[Batch], pace: float) -> Outcomes:
+    """before: the last batch of the warm-ups. batches: of the run. pace: see Outcomes."""
     ends = [_end(outcome) for outcome in run.outcomes]
     busy: defaultdict[str, float] = defaultdict(float)
     for batch in batches:
@@ -78,6 +78,7 @@ def outcomes_of(run: Run, before: Batch, batches: Sequence[Batch]) -> Outcomes:
         switching=switching(batches),
         mean_batch=means_by_op(batches, lambda batch: len(batch.requests)),
         batches=_windows([batch for batch in batches if batch.op == "denoise"], run.started),
+        pace=pace,
         late_sending=lateness[int(0.99 * len(lateness))],
         sending=[outcome.sent - outcome.due for outcome in run.outcomes],
     )

@@ -194,7 +194,7 @@ class Bench:
             run = asyncio.run(send_on_time(target, *load))
             batches = recorded.since(run.started)[1]
             last = recorded.send_one_by_one(target, self.probes).probe
-        return msgspec.structs.replace(outcomes_of(run, before, batches), probes=(first, last), pace=pace)
+        return msgspec.structs.replace(outcomes_of(run, before, batches, pace), probes=(first, last))
 
     def _load(self, cell: Cell, alone: Alone, pace: float, number_of_round: int) -> tuple[list[EditCall], list[float]]:
         """The requests with their objectives, and when they are due."""

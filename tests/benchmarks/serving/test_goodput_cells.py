@@ -50,7 +50,7 @@ def outcome(latency: float, slo: float, status: int = 0) -> Outcome:
 
 def test_every_request_has_one_end() -> None:
     every = [outcome(1.0, 2.0), outcome(3.0, 2.0), outcome(0.1, 2.0, 503), outcome(0.1, 2.0, 504), outcome(0, 2.0, 500)]
-    found = outcomes_of(Run(every, 9.0, 0.1), batch(0.0), [batch(1.0)])
+    found = outcomes_of(Run(every, 9.0, 0.1), batch(0.0), [batch(1.0)], 1.0)
     ends = (found.in_time, found.late, found.refused, found.given_up, found.failed)
     assert ends == (1, 1, 1, 1, 1)
     assert found.sent == 5
@@ -64,7 +64,7 @@ def test_a_rank_switches_where_it_had_another_op_to_do_and_waited() -> None:
         batch(3.6, sent=3.0),  # the same op
         batch(0.0, "decode", rank=1),
     ]
-    found = outcomes_of(Run([outcome(1.0, 2.0)], 5.0, 0.1), batch(0.0), batches)
+    found = outcomes_of(Run([outcome(1.0, 2.0)], 5.0, 0.1), batch(0.0), batches, 1.0)
     assert found.switching == pytest.approx(0.01)
     assert found.worker_seconds == pytest.approx(5.0)
     assert (found.engine_cpu, found.policy_cpu) == (pytest.approx(0.036), pytest.approx(0.0036))
@@ -72,7 +72,7 @@ def test_a_rank_switches_where_it_had_another_op_to_do_and_waited() -> None:
 
 def test_batches_are_told_by_op_and_over_time() -> None:
     batches = [batch(0.0, size=2), batch(1.0, size=4), batch(7.0, size=6), batch(8.0, "decode", size=3)]
-    found = outcomes_of(Run([outcome(1.0, 2.0)], 9.0, 0.1), batch(0.0), batches)
+    found = outcomes_of(Run([outcome(1.0, 2.0)], 9.0, 0.1), batch(0.0), batches, 1.0)
     assert found.mean_batch == {"denoise": 4.0, "decode": 3.0}
     assert found.batches == [(2.5, 3.0), (7.5, 6.0)]
 
@@ -241,7 +241,7 @@ def test_crowding_is_told_by_what_happens_while_all_ranks_have_work() -> None:
 
 def test_rounds_are_compared_one_by_one() -> None:
     def rounds(*in_time: int) -> list[Outcomes]:
-        every = [outcomes_of(Run([outcome(1.0, 2.0)], 9.0, 0.1), batch(0.0), [batch(1.0)])]
+        every = [outcomes_of(Run([outcome(1.0, 2.0)], 9.0, 0.1), batch(0.0), [batch(1.0)], 1.0)]
         return [msgspec.structs.replace(every[0], in_time=number) for number in in_time]
 
     simulated = [Simulated(8, {}, [], 1.0, {}, Counter(), 0.01)] * 3

@@ -33,7 +33,7 @@ class LanePass(StepPass):
     groups: Mapping[str, RankIds] = field(default_factory=dict)  # large request that may be given work -> its ranks
     large: Sequence[Request] = ()  # the requests of `groups`, the most urgent first
     plan: Plan = field(default_factory=Plan)  # which small requests are served
-    _held: set[int] = field(default_factory=set)  # ranks that finish a due request next, see `_finishing_rank`
+    _held: set[int] = field(default_factory=set)  # ranks that finish a request next, see `_finishing_ranks`
 
     def _admit(self) -> list[Request]:
         """Large requests that have an open rank, or may get one for a ControlNet, and small ones, which get homes here,
@@ -53,22 +53,24 @@ class LanePass(StepPass):
         small = self._admit_planned(room)
         for request in small:
             self._last_home(request)
-        for request in small:
-            if due(request.head) is not None and not has_steps(request):
-                self._held |= self._finishing_rank(request)
+        self._held.update(rank for request in small for rank in self._finishing_ranks(request))
         return large + small
 
-    def _finishing_rank(self, request: Request) -> set[int]:
-        """The rank that makes a request's last step, if its picture is decoded there, too. The rank is kept free for
-        the decode: that can be sent only when the step's result has arrived, and other work sent meanwhile would go
-        first and take longer than result and plan take to travel.
+    def _finishing_ranks(self, request: Request) -> RankIds:
+        """The rank that makes a small request's last step, if it has a due time and its picture is decoded there, too.
+        The rank is kept free for the decode: that can be sent only when the step's result has arrived, and other work
+        sent meanwhile would go first and take longer than result and plan take to travel.
         """
-        ranks, progress = self._ranks_of(request, request.workflow.last_output), request.progress
-        is_next = {*request.sent_to.values()} == {ranks} and not (progress.is_ending or progress.is_restarting)
-        return {*ranks} if is_next else set()
+        progress, last = request.progress, request.workflow.last_output
+        if due(request.head) is None or progress.steps_left or not request.sent_to or op_of(last).has_own_ports:
+            return ()
+        is_over = progress.is_ending or progress.is_restarting
+        steps = {ranks for (name, _), ranks in request.sent_to.items() if name in request.workflow.step_names}
+        return () if is_over or steps != {self._ranks_of(request, last)} else next(iter(steps))
 
     def _can_run(self, request: Request, node: Node) -> bool:
-        is_held = self._held and has_steps(request) and not self._held.isdisjoint(self._ranks_of(request, node))
+        is_kept = self._held and has_steps(request) and not op_of(node).has_own_ports
+        is_held = is_kept and not self._held.isdisjoint(self._ranks_of(request, node))
         return not is_held and StepPass._can_run(self, request, node)
 
     def _can_prime(self, job: CacheJob) -> bool:

@@ -298,8 +298,9 @@ class Planner:
         seconds = inf if candidate.is_late else candidate.seconds / num_denoisers
         must, group = self._is_patient(candidate), (head.owner, head.priority)
         before = work.before + work.serving  # a rank that makes the steps does this, too
-        times = before, work.after, seconds
-        return SlotTask(work.steps, work.tokens, *times, must, group, able, head.call_id, due(head) is not None)
+        times, is_last = (before, work.after, seconds), candidate.is_late and self.view.config.on_late == "last"
+        has_due = due(head) is not None and not is_last
+        return SlotTask(work.steps, work.tokens, *times, must, group, able, head.call_id, has_due)
 
     def _most_slots(self, request: Request) -> int:
         step = step_node(request)
