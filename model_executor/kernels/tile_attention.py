@@ -38,7 +38,7 @@ class PlacedKeysValues(KeysValues):
 
     @property
     def whole_image(self) -> Tensor | None:
-        """The same as `KeysValues.whole_image`; None if some are on a page."""
+        """What `KeysValues.whole_image` gives; None if some of it is on a page."""
         return None if self.others is not None else head_major(self.computed[self.text_tokens :])
 
 

@@ -38,7 +38,7 @@ class Projection:
         return self._layers(x, where)
 
     def heads(self, x: Tensor, where: Segments) -> Tensor:
-        """As `__call__`, [tokens, 3, heads, head dim]."""
+        """What `__call__` gives, by head: [tokens, 3, heads, head dim]."""
         return self._in_heads(self(x, where))
 
     def _in_heads(self, qkv: Tensor) -> Tensor:

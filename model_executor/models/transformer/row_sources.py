@@ -113,7 +113,7 @@ class EditSource:
         return self._num_conditions if self.computed(number) is None else 0
 
     def kept(self, number: int) -> Tensor | None:
-        """Of the request's tokens before block `number`, those that this block still computes, None for all."""
+        """The tokens, of those before block `number`, that this block still computes; None: all."""
         is_first = number == self._full_blocks > 0 and self._active is not None
         return self._last_rows(self.text_tokens) if is_first else None
 

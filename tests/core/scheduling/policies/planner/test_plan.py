@@ -222,6 +222,13 @@ def test_late_requests_are_served_last_if_the_server_says_so() -> None:
     assert engine.sizes[:4] == [1] * 4, "it does not slow the other down"
 
 
+def test_late_requests_that_run_last_share_steps_for_those_to_come() -> None:
+    """One by one they would be done after 4 and 8 s; those that are dropped when they are late need no throughput."""
+    engine = Engine("default", on_late="last", latencies={1: 1.0, 2: 1.6})
+    engine.serve([edit("first", 4, 1.0), edit("second", 4, 1.0)])
+    assert engine.sizes == [1, 2, 2, 2, 1], "the first begins before the second is there"
+
+
 def test_a_late_request_ends_when_its_timeout_has_passed() -> None:
     engine = Engine("default", on_late="last")
     assert kinds(engine.serve([edit("late", 10, None, deadline=5.0)])) == {"late": "deadline_exceeded"}
