@@ -78,7 +78,7 @@ def _cell_report(
     )
     yield f"  {'':<15}{names}{'switch':>8}  batches of the first round"
     for policy, of in measured.items():
-        yield f"  {policy:<15}{_speed(alone, of):>7.2f}" + _policy_line(of, predicted[policy])
+        yield f"  {policy:<15}{_speed(alone, of):>7.2f}" + policy_line(of, predicted[policy])
     yield from compared(measured, predicted)
     for policy, of in measured.items():
         ends = {name: sum(getattr(each, name) for each in of) for name in ("late", "refused", "given_up", "failed")}
@@ -98,17 +98,23 @@ def _speed(alone: Alone, of: Sequence[Outcomes]) -> float:
     return statistics.fmean(probe.step_seconds for each in of for probe in each.probes) / alone.probe.step_seconds
 
 
-def _policy_line(measured: Sequence[Outcomes], predicted: Sequence[Simulated]) -> str:
+def policy_line(measured: Sequence[Outcomes], predicted: Sequence[Simulated]) -> str:
+    """What the rounds of a policy came to, beside what was predicted for them."""
     found, expected = _in_time(measured), _in_time(predicted)
     worker = sum(each.worker_seconds for each in measured)
-    shares = {name: sum(getattr(each, name) for each in measured) / worker for name in _SHARES}
-    scheduler = sum(each.scheduler_seconds for each in predicted) / sum(each.busy_seconds for each in predicted)
+    shares = {name: _share(sum(getattr(each, name) for each in measured), worker) for name in _SHARES}
+    scheduler = _share(sum(each.scheduler_seconds for each in predicted), sum(each.busy_seconds for each in predicted))
     spread = f"({min(each.in_time for each in measured)} - {max(each.in_time for each in measured)})"
     off = (found - expected) / max(1.0, expected)
     return (
         f"{found:>9.1f}{spread:>14}{expected:>11.1f}{off:>8.1%}{shares['engine_cpu']:>9.2%}{shares['policy_cpu']:>8.2%}"
         f"{scheduler:>11.2%}{shares['switching']:>8.2%}  " + " ".join(f"{size:.1f}" for _, size in measured[0].batches)
     )
+
+
+def _share(seconds: float, of: float) -> float:
+    """NaN if the ranks did nothing: a policy may refuse all requests of a short run."""
+    return seconds / of if of else math.nan
 
 
 def _in_time(runs: Sequence[Outcomes] | Sequence[Simulated]) -> float:

@@ -24,7 +24,7 @@ from benchmarks.serving import goodput_bench
 from benchmarks.serving import recorded_server as recorded_servers
 from benchmarks.serving.cell_outcomes import Outcomes, outcomes_of
 from benchmarks.serving.goodput_bench import CELLS
-from benchmarks.serving.goodput_cells import compared, main
+from benchmarks.serving.goodput_cells import compared, main, policy_line
 from benchmarks.serving.lone_run import LoneRun, crowding_of
 from benchmarks.serving.recorded import CLOCKWORK, Arrival, Batch
 from benchmarks.serving.recorded_server import RecordedServer
@@ -253,6 +253,13 @@ def test_rounds_are_compared_one_by_one() -> None:
     assert "default against clockwork: 1.000 +- 0.154" in line
 
 
+def test_a_policy_that_refuses_every_request_has_its_line() -> None:
+    refused = outcomes_of(Run([outcome(0.1, 2.0, 503)], 9.0, 0.1), batch(0.0), [], 1.0)
+    line = policy_line([refused], [Simulated(0, {}, [], 0.0, {}, Counter(), 0.0)])
+    assert "0.0" in line
+    assert "nan" in line, "no share of no time"
+
+
 # ------------------------------------------------------------------------------------------------------ a server
 
 
@@ -304,7 +311,7 @@ def test_cells_are_measured_one_by_one_and_kept(
         assert of["failed"] == 0
         was_served = of["in_time"] + of["late"] > 0  # a busy machine may refuse all
         assert (of["busy"].get("denoise", 0.0) > 0) >= was_served
-        assert 0 < of["policy_cpu"] < of["engine_cpu"]
+        assert (0 < of["policy_cpu"] < of["engine_cpu"]) >= was_served
         assert len(of["probes"]) == 2
     assert rounds["default"][0]["pace"] == rounds["clockwork"][0]["pace"] != rounds["clockwork"][1]["pace"]
     assert len(kept["crowding"]) == 2
