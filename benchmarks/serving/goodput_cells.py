@@ -84,9 +84,8 @@ def _cell_report(
         ends = {name: sum(getattr(each, name) for each in of) for name in ("late", "refused", "given_up", "failed")}
         rates = {op: _normalised(bench, cell, of[0], op) for op in STAGES if op in of[0].mean_batch}
         others = ", ".join(f"{count} {name}" for name, count in ends.items() if count) or "none late"
-        yield f"  {policy:<15}{others}; in the first round normalised goodput " + ", ".join(
-            f"{op} {g:.1f}" for op, g in rates.items()
-        )
+        goodput = ", ".join(f"{op} {g:.1f}" for op, g in rates.items()) or "none"
+        yield f"  {policy:<15}{others}; in the first round normalised goodput {goodput}"
 
 
 _SHARES = ("engine_cpu", "policy_cpu", "switching")
@@ -113,7 +112,7 @@ def policy_line(measured: Sequence[Outcomes], predicted: Sequence[Simulated]) ->
 
 
 def _share(seconds: float, of: float) -> float:
-    """NaN if the ranks did nothing: a policy may refuse all requests of a short run."""
+    """A share of these seconds; NaN if the ranks did no work, as where a policy refused every request."""
     return seconds / of if of else math.nan
 
 
@@ -132,7 +131,7 @@ def compared(measured: Mapping[str, Sequence[Outcomes]], predicted: Mapping[str,
         number = min(len(ours), len(of))
         real = _in_time(ours[:number]) / max(1.0, _in_time(of[:number]))
         simulated = _in_time(predicted[OURS][:number]) / max(1.0, _in_time(predicted[policy][:number]))
-        batch = ours[0].mean_batch.get("denoise", 0.0) / of[0].mean_batch.get("denoise", 1.0)
+        batch = _share(*(each[0].mean_batch.get("denoise", 0.0) for each in (ours, of)))
         gains = [one.in_time - other.in_time for one, other in zip(ours, of, strict=False)]
         error = f" +- {_standard_error(gains) / max(1.0, _in_time(of[:number])):.3f}" if number > 1 else ""
         yield f"  {OURS} against {policy}: {real:.3f}{error} (predicted {simulated:.3f}), batches {batch:.2f}x"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 
 from core.handles import RankIds
 
@@ -78,20 +77,23 @@ class Buddies:
 
     def sets(self, size: int, able: RankIds = ()) -> Iterator[RankIds]:
         """All free sets of a size, the lowest first."""
-        for ranks, mask in _aligned(able or self._all, size):
-            if self._is_usable(ranks, mask):
+        able = able or self._all
+        for first in range(0, len(able), size):
+            if ranks := self._usable(able[first : first + size], size):
                 yield ranks
 
     def around(self, rank: int, size: int, able: RankIds = ()) -> RankIds:
         """The set of this size that contains a rank; () if it is not free, or the rank is not able."""
         able = able or self._all
-        sets = _aligned(able, size)
-        number = able.index(rank) // size if rank in able else len(sets)
-        return sets[number][0] if number < len(sets) and self._is_usable(*sets[number]) else ()
+        if rank not in able:
+            return ()
+        first = able.index(rank) & -size
+        return self._usable(able[first : first + size], size)
 
-    def _is_usable(self, ranks: RankIds, mask: int) -> bool:
-        """Whether a set is free and may be used. mask: its ranks."""
-        return not mask & ~self._free and (self._allow is None or self._allow(ranks))
+    def _usable(self, ranks: RankIds, size: int) -> RankIds:
+        """These ranks, if they are a set of this size that is free and may be used; else ()."""
+        is_free = len(ranks) == size and self.are_free(ranks)
+        return ranks if is_free and (self._allow is None or self._allow(ranks)) else ()
 
     def _is_free(self, first: int, size: int) -> bool:
         return not _range(first, size) & ~self._free
@@ -100,13 +102,6 @@ class Buddies:
 def power_of_two(number: int) -> int:
     """The largest power of two that is at most `number`, which is above 0."""
     return 1 << (number.bit_length() - 1)
-
-
-@lru_cache(maxsize=1024)
-def _aligned(able: RankIds, size: int) -> tuple[tuple[RankIds, int], ...]:
-    """(ranks, their bits) of all sets of a size, the lowest first."""
-    sets = (able[first : first + size] for first in range(0, len(able) - size + 1, size))
-    return tuple((ranks, _mask(ranks)) for ranks in sets)
 
 
 def _range(first: int, size: int) -> int:

@@ -234,7 +234,7 @@ class StepPass(ABC):
         return rank in self.view.open_ranks
 
     def _ranks_with_work(self) -> set[int]:
-        """For which this pass has chosen any work."""
+        """Ranks for which this pass has chosen work."""
         of_nodes = {rank for _, _, ranks in self._batches for rank in ranks}
         return of_nodes | {piece.rank for piece in self._cache_work.values()}
 

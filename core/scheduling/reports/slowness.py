@@ -17,7 +17,7 @@ MOST = 2.0
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class _Last:
-    """The last batch of one rank or several."""
+    """The last batch of one rank or several; its identity tells it from others."""
 
     end: float
 
@@ -31,7 +31,7 @@ class Slowness:
         self.value = 1.0
         """Time from the end of a batch to the end of the step after it, as a multiple of that one's predicted time."""
         self._last: dict[int, _Last] = {}  # by rank
-        self._last_of = WeakValueDictionary[str, _Last]()  # by request; forgotten with the ranks' own
+        self._last_of = WeakValueDictionary[str, _Last]()  # by request; goes when no rank has it as its last
 
     def note(self, flight: Flight, result: BatchResult, *, is_usual: bool) -> None:
         """Note a batch that has ended. A step counts only if its ranks' last batch was the same and had one of its

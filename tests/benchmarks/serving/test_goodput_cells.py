@@ -255,9 +255,12 @@ def test_rounds_are_compared_one_by_one() -> None:
 
 def test_a_policy_that_refuses_every_request_has_its_line() -> None:
     refused = outcomes_of(Run([outcome(0.1, 2.0, 503)], 9.0, 0.1), batch(0.0), [], 1.0)
-    line = policy_line([refused], [Simulated(0, {}, [], 0.0, {}, Counter(), 0.0)])
-    assert "0.0" in line
-    assert "nan" in line, "no share of no time"
+    simulated = [Simulated(0, {}, [], 0.0, {}, Counter(), 0.0)]
+    assert policy_line([refused], simulated).split()[-4:] == ["nan%"] * 4, "shares of no time"
+    served = outcomes_of(Run([outcome(1.0, 2.0)], 9.0, 0.1), batch(0.0), [batch(1.0)], 1.0)
+    measured = {"default": [served], "clockwork": [refused]}
+    (line,) = compared(measured, dict.fromkeys(measured, simulated))
+    assert "batches nanx" in line
 
 
 # ------------------------------------------------------------------------------------------------------ a server

@@ -94,7 +94,7 @@ def degrees(contenders: Sequence[Contender], ranks: Sequence[int]) -> dict[str, 
         index = gains[0][1]
         contender = contenders[index]
         degree = given[contender.name]
-        if degree > left.number(contender):  # and there are never more
+        if degree > left.number(contender):  # the ranks left only get fewer, so it never gets these
             heapq.heappop(gains)
             continue
         left.take(contender, degree)
@@ -134,7 +134,7 @@ def pays(contender: Contender, degree: int) -> bool:
 
 
 def _gain(contender: Contender, degree: int) -> float:
-    """Seconds saved per added rank by doubling a degree; 0 if that is not worth it or not possible."""
+    """Seconds saved per added rank by doubling a degree; 0 if that is not worth it, or it cannot have that degree."""
     before, after = contender.seconds(degree), contender.seconds(2 * degree)
     if before is None or after is None or after > (1 - MIN_REDUCTION) * before:
         return 0.0

@@ -55,6 +55,43 @@ def states(draw: st.DrawFn) -> tuple[list[Contender], list[int]]:
 
 
 @given(states())
+def test_ranks_are_added_where_they_save_most_first_ones_first(state: tuple[list[Contender], list[int]]) -> None:
+    """As the rule says: the best of all, found anew for each doubling. Only some may use the last ranks."""
+    contenders, ranks = state
+    found = degrees(contenders, ranks)
+    given = dict.fromkeys(found, 0)
+    num_of = {True: len(ranks), False: 0}  # ranks that those of the few may have -> free ones
+    few = next((each.able for each in contenders if each.able), ())
+    if few:
+        num_of = {True: len({*few} & {*ranks}), False: len({*ranks} - {*few})}
+
+    def number(each: Contender) -> int:
+        return num_of[True] + (0 if each.able else num_of[False])
+
+    def take(each: Contender, size: int) -> None:
+        others = 0 if each.able else min(size, num_of[False])
+        num_of[False] -= others
+        num_of[True] -= size - others
+
+    for each in contenders[: len(found)]:
+        free = number(each)
+        given[each.name] = min(each.first, 1 << free.bit_length() - 1) if free else 0
+        take(each, given[each.name])
+
+    def gain(each: Contender) -> float:
+        degree = given[each.name]
+        before, after = each.seconds(degree), each.seconds(2 * degree)
+        if before is None or after is None or degree > number(each) or after > 0.9 * before:
+            return 0.0
+        return (before - after) / degree
+
+    while given and gain(best := max(contenders[: len(given)], key=gain)) > 0:
+        take(best, given[best.name])
+        given[best.name] *= 2
+    assert given == found
+
+
+@given(states())
 def test_plans_are_disjoint_sets_of_buddies_for_the_first_requests(state: tuple[list[Contender], list[int]]) -> None:
     contenders, ranks = state
     places = plan(contenders, ranks, RankSets())
