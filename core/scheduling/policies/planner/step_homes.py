@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from core.scheduling.policies.step_speeds import StepCost
@@ -14,11 +15,13 @@ class StepHomes:
 
     def __init__(self) -> None:
         self._ranks: dict[str, dict[ModelKeys, int]] = {}  # request id -> components of its steps -> rank
+        self._on = defaultdict[int, dict[str, dict[ModelKeys, None]]](dict)  # rank -> its requests and components
         self._costs: dict[str, StepCost] = {}  # by request id
 
     def forget(self, request_id: str) -> None:
         """Note that a request has ended."""
-        self._ranks.pop(request_id, None)
+        for rank in self._ranks.pop(request_id, {}).values():
+            self._on[rank].pop(request_id, None)
         self._costs.pop(request_id, None)
 
     def find(self, request: Request, keys: ModelKeys) -> int | None:
@@ -32,8 +35,18 @@ class StepHomes:
 
     def set(self, request: Request, keys: ModelKeys, rank: int, cost: StepCost) -> None:
         """Note where a request is to make the steps that need these components."""
-        self._ranks.setdefault(request.id, {})[keys] = rank
+        places = self._ranks.setdefault(request.id, {})
+        if (last := places.get(keys)) is not None and last != rank:
+            self._leave(request.id, keys, last)
+        places[keys] = rank
+        self._on[rank].setdefault(request.id, {})[keys] = None
         self._costs[request.id] = cost
+
+    def _leave(self, request_id: str, keys: ModelKeys, rank: int) -> None:
+        own = self._on[rank][request_id]
+        del own[keys]
+        if not own:
+            del self._on[rank][request_id]
 
     def place(self, request: Request, keys: ModelKeys, ranks: Sequence[int], cost: StepCost) -> int:
         """Choose a home: where the request makes other steps, if that is among these ranks, or else where a round of
@@ -51,18 +64,13 @@ class StepHomes:
         one batch.
         """
         seconds, seen = newcomer.base + newcomer.extra, {keys}
-        for name, places in self._ranks.items():
-            for other, place in places.items():
-                if place == rank:
-                    base, extra = self._costs[name]
-                    seconds += extra if other in seen else base + extra
-                    seen.add(other)
+        for name, own in self._on[rank].items():
+            base, extra = self._costs[name]
+            for other in own:
+                seconds += extra if other in seen else base + extra
+                seen.add(other)
         return seconds
 
     def num_on(self, ranks: Iterable[int]) -> dict[int, int]:
         """Rank -> number of requests at home there."""
-        found = dict.fromkeys(ranks, 0)
-        for places in self._ranks.values():
-            for rank in {*places.values()} & found.keys():
-                found[rank] += 1
-        return found
+        return {rank: len(self._on[rank]) for rank in ranks}
