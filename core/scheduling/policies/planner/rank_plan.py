@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,18 +87,15 @@ def degrees(contenders: Sequence[Contender], ranks: Sequence[int]) -> dict[str, 
         given[contender.name] = min(contender.first, power_of_two(number)) if number else 0
         left.take(contender, given[contender.name])
 
-    gains = [(-_gain(each, given[each.name]), index) for index, each in enumerate(contenders[: len(given)])]
-    heapq.heapify(gains)
-    while left.num_ranks and gains and gains[0][0] < 0:
-        index = gains[0][1]
-        contender = contenders[index]
-        degree = given[contender.name]
-        if degree > left.number(contender):  # the ranks left only get fewer, so it never gets these
-            heapq.heappop(gains)
-            continue
-        left.take(contender, degree)
-        given[contender.name] = 2 * degree
-        heapq.heapreplace(gains, (-_gain(contender, 2 * degree), index))
+    def gain(contender: Contender) -> float:
+        return _gain(contender, given[contender.name], left.number(contender))
+
+    while given and left.num_ranks:
+        best = max(contenders[: len(given)], key=gain)
+        if gain(best) <= 0:
+            break
+        left.take(best, given[best.name])
+        given[best.name] *= 2
     return given
 
 
@@ -130,13 +126,13 @@ class _RanksLeft:
 
 def pays(contender: Contender, degree: int) -> bool:
     """Whether it would get this degree, if no other one needs the ranks."""
-    return degree == 1 or _gain(contender, degree // 2) > 0
+    return degree == 1 or _gain(contender, degree // 2, degree) > 0
 
 
-def _gain(contender: Contender, degree: int) -> float:
-    """Seconds saved per added rank by doubling a degree; 0 if that is not worth it, or it cannot have that degree."""
+def _gain(contender: Contender, degree: int, num_free: int) -> float:
+    """Seconds saved per added rank by doubling a degree; 0 if that is not worth it or not possible."""
     before, after = contender.seconds(degree), contender.seconds(2 * degree)
-    if before is None or after is None or after > (1 - MIN_REDUCTION) * before:
+    if before is None or after is None or degree > num_free or after > (1 - MIN_REDUCTION) * before:
         return 0.0
     return (before - after) / degree
 

@@ -67,10 +67,3 @@ def test_only_usual_steps_of_known_time_count(what: dict[str, Any]) -> None:
     for step in range(10):
         note(slowness, "a", 2.0 * step, 1.5, **what)
     assert slowness.value == 1.0
-
-
-def test_requests_are_forgotten_with_the_last_batches_of_ranks() -> None:
-    slowness = Slowness()
-    for step in range(100):
-        note(slowness, str(step), 2.0 * step, ranks=(step % 3, 3))
-    assert set(slowness._last_of) == {"97", "98", "99"}
