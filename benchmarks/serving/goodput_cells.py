@@ -101,8 +101,8 @@ def policy_line(measured: Sequence[Outcomes], predicted: Sequence[Simulated]) ->
     """What the rounds of a policy came to, beside what was predicted for them."""
     found, expected = _in_time(measured), _in_time(predicted)
     worker = sum(each.worker_seconds for each in measured)
-    shares = {name: _share(sum(getattr(each, name) for each in measured), worker) for name in _SHARES}
-    scheduler = _share(sum(each.scheduler_seconds for each in predicted), sum(each.busy_seconds for each in predicted))
+    shares = {name: _ratio(sum(getattr(each, name) for each in measured), worker) for name in _SHARES}
+    scheduler = _ratio(sum(each.scheduler_seconds for each in predicted), sum(each.busy_seconds for each in predicted))
     spread = f"({min(each.in_time for each in measured)} - {max(each.in_time for each in measured)})"
     off = (found - expected) / max(1.0, expected)
     return (
@@ -111,9 +111,9 @@ def policy_line(measured: Sequence[Outcomes], predicted: Sequence[Simulated]) ->
     )
 
 
-def _share(seconds: float, of: float) -> float:
-    """A share of these seconds; NaN if the ranks did no work, as where a policy refused every request."""
-    return seconds / of if of else math.nan
+def _ratio(part: float, whole: float) -> float:
+    """NaN if there is no whole: the ranks do no work where a policy refuses every request."""
+    return part / whole if whole else math.nan
 
 
 def _in_time(runs: Sequence[Outcomes] | Sequence[Simulated]) -> float:
@@ -131,7 +131,7 @@ def compared(measured: Mapping[str, Sequence[Outcomes]], predicted: Mapping[str,
         number = min(len(ours), len(of))
         real = _in_time(ours[:number]) / max(1.0, _in_time(of[:number]))
         simulated = _in_time(predicted[OURS][:number]) / max(1.0, _in_time(predicted[policy][:number]))
-        batch = _share(*(each[0].mean_batch.get("denoise", 0.0) for each in (ours, of)))
+        batch = _ratio(*(each[0].mean_batch.get("denoise", 0.0) for each in (ours, of)))
         gains = [one.in_time - other.in_time for one, other in zip(ours, of, strict=False)]
         error = f" +- {_standard_error(gains) / max(1.0, _in_time(of[:number])):.3f}" if number > 1 else ""
         yield f"  {OURS} against {policy}: {real:.3f}{error} (predicted {simulated:.3f}), batches {batch:.2f}x"

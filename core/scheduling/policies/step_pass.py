@@ -230,13 +230,13 @@ class StepPass(ABC):
     def _can_prime(self, job: CacheJob) -> bool:
         rank = self._rank_of(job)
         if job.is_idle_work:
-            return rank in self.view.idle_ranks and rank not in self._ranks_with_work()
+            return rank in self.view.idle_ranks and not self._has_work(rank)
         return rank in self.view.open_ranks
 
-    def _ranks_with_work(self) -> set[int]:
-        """Ranks for which this pass has chosen work."""
-        of_nodes = {rank for _, _, ranks in self._batches for rank in ranks}
-        return of_nodes | {piece.rank for piece in self._cache_work.values()}
+    def _has_work(self, rank: int) -> bool:
+        """Whether this pass has chosen any work for a rank."""
+        has_nodes = any(rank in ranks for _, _, ranks in self._batches)
+        return has_nodes or any(rank == piece.rank for piece in self._cache_work.values())
 
     def _choose_whole_piece(self, job: CacheJob) -> None:
         if self._spend_stage_ms(self._rank_of(job), self.view.seconds_of_piece(job) * 1e3):

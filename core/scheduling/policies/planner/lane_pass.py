@@ -121,7 +121,7 @@ class LanePass(StepPass):
         is done anywhere.
         """
         tokens = dict(StepPass._choose_step(self))
-        idle = set(self.view.idle_ranks) - self._ranks_with_work()
+        idle = {rank for rank in self.view.idle_ranks if not self._has_work(rank)}
         if not idle:
             return tokens
         served = {request.id for request, _ in self._candidates} | self.plan.ended
