@@ -136,9 +136,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         """Condition tokens of references of these sizes, (width, height) in pixels."""
         return sum(self.num_image_tokens(*size) for size in sizes)
 
-    def keys_of(self, component: str) -> tuple[ModelKey, ...]:
-        """Its components of one kind, all of which an op of this kind needs."""
-        return tuple(key for key in self.own if key.component == component)
+    def keys_of(self, *kinds: str) -> tuple[ModelKey, ...]:
+        """Its components of these kinds, all of which an op of these kinds needs."""
+        return tuple(key for key in self.own if key.component in kinds)
 
     def num_steps(self, sampling: SamplingParams) -> int:
         """Computed steps of a run, with hires_scale of its first pass. sampling: resolved as to steps."""

@@ -70,7 +70,7 @@ class WorkflowDurations(Durations):
             return 0.0
         alone = [self._measured.op_seconds.get((item.model, batch.op), 0.0) for item in batch.items]
         op, number = OPS[batch.op], len(batch.items)
-        keys, size = self._bindings.keys(batch.items[0].model, op.component), len(work.queries) // number
+        keys, size = self._bindings.keys(batch.items[0].model, *op.components), len(work.queries) // number
         one = self._predictor.op_seconds(keys, op, Work(work.queries[:size], work.keys[:size]), 1)
         every = self._predictor.op_seconds(keys, op, work, len(batch.ranks))
         return self._pace * sum(alone) * (every / (number * one) if one and every else 1.0)

@@ -69,7 +69,7 @@ class ModelRanks(Ranks):
         if isinstance(item.work, ControlStep):
             names = tuple(sorted({use.net for use in item.work.uses}))
             return self._bindings.controlnets(item.model, names).keys
-        return self._bindings.keys(item.model, OPS[op].component).keys
+        return self._bindings.keys(item.model, *OPS[op].components).keys
 
     def dies(self, batch: Batch) -> bool:
         is_deadly = self._poison.is_in(batch)

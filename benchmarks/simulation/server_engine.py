@@ -110,7 +110,7 @@ class Measured(Durations):
             return 0.0
         key = batch.op, len(batch.ranks)
         op = OPS[batch.op]
-        components = self._bindings.keys(batch.items[0].model, op.component)
+        components = self._bindings.keys(batch.items[0].model, *op.components)
         predicted = self._predictor.op_seconds(components, op, work, len(batch.ranks))
         seconds = predicted * self._stretch.get(key, 1.0)
         self.seconds.setdefault(key, []).append(seconds)

@@ -230,7 +230,7 @@ class ActivationCache(NodeCache):
     def _offer(self, job: PrimingJob) -> CacheJob:
         is_idle, model, rank = self._pages.is_idle_work(job), job.template.model, self._pages.rank_of(job)
         op, size = (TEMPLATE_ENCODE, encode_size(job)) if self._pages.needs_latents(job) else (PRIME, None)
-        return CacheJob(job.id, model, op, self._bindings.keys(model, op.component), size, is_idle, rank)
+        return CacheJob(job.id, model, op, self._bindings.keys(model, *op.components), size, is_idle, rank)
 
     def _fail(self, job: PrimingJob, failure: Failure) -> dict[str, Failure]:
         """Fail a job; request id -> failure of the requests among those that wait for it."""

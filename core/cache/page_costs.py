@@ -54,4 +54,4 @@ class PageCosts:
         return plan_blocks(info.block_runs, num_pages, full, cached, load)
 
     def _prime_key(self, template: TemplateInfo) -> CostKey:
-        return self._predictor.key(self._bindings.keys(template.model, PRIME.component), PRIME)
+        return self._predictor.key(self._bindings.keys(template.model, *PRIME.components), PRIME)

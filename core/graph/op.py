@@ -103,6 +103,7 @@ class Op:
     message: type[OpWork]  # a tagged msgspec.Struct
     size: Callable[[Sizes], Work]  # the work of running it once for a request
     part: Part
+    beside: str = ""  # kind of further components that it computes with, on the same rank; "": there are none
     # How batches are formed.
     sharing: Sharing = "single"
     parallel: Parallel = "none"
@@ -123,6 +124,11 @@ class Op:
     def cost_name(self) -> str:
         """Name of the cost line that predicts its time."""
         return self.costs_as or self.name
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """All kinds of components that it computes with."""
+        return (self.component, self.beside) if self.beside else (self.component,)
 
 
 class OpTable:

@@ -447,7 +447,7 @@ class StepScheduler:
 
     def cost_key(self, model: str, op: str) -> CostKey:
         """The key of an op of a model in the cost model, at degree 1."""
-        return self._predictor.key(self._bindings.keys(model, OPS[op].component), OPS[op])
+        return self._predictor.key(self._bindings.keys(model, *OPS[op].components), OPS[op])
 
     def load_report(self) -> LoadReport:
         """The current load. Each change is contained in one report."""
@@ -480,7 +480,7 @@ class StepScheduler:
 
     def _page_rank(self, template: str, model: str) -> int:
         """The rank on whose device to put a template's pages: of those that have the model, if there are any."""
-        having = self.ranks.residency.homes(self._bindings.keys(model, PRIME.component)).ranks
+        having = self.ranks.residency.homes(self._bindings.keys(model, *PRIME.components)).ranks
         return self._policy.page_rank(template, having or self.ranks.up)
 
     def _send(self, chosen: Dispatched, orders: CacheOrders, loads: tuple[Load, ...], now: float) -> StepPlan:

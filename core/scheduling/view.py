@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -9,7 +10,7 @@ from core.config import SchedulerConfig
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
-from core.handles import RankIds, TensorKey
+from core.handles import ModelKey, RankIds, TensorKey
 from core.scheduling.node_cache import CacheJob, NodeCache
 from core.scheduling.ranks.in_flight import InFlight
 from core.scheduling.ranks.ranks import Ranks
@@ -172,16 +173,16 @@ class View:
         """Predicted time until the model of a request is loaded."""
         return self._residency.seconds_left(request.needs)
 
-    def load_seconds_on(self, rank: int, keys: ModelKeys) -> float:
+    def load_seconds_on(self, rank: int, keys: Sequence[ModelKey]) -> float:
         """Predicted time of loading what a live rank neither has nor is loading of these components; inf: they are
         refused there now.
         """
         residency = self._residency
         if residency.is_complete:
             return 0.0
-        if residency.refusal_on((rank,), keys.keys, self._now) is not None:
+        if residency.refusal_on((rank,), keys, self._now) is not None:
             return inf
-        return sum(map(residency.load_seconds, residency.lacking(keys.keys, (rank,))))
+        return sum(map(residency.load_seconds, residency.lacking(keys, (rank,))))
 
     def work_left(self, request: Request) -> WorkLeft:
         """The remaining work of a request."""

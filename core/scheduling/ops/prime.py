@@ -42,6 +42,7 @@ def _size(sizes: Sizes) -> Work:
 PRIME = Op(
     name="prime",
     component="transformer",
+    beside="text_encoder",  # it embeds its prompt itself
     message=Prime,
     size=_size,
     part="prime",

@@ -12,14 +12,15 @@ from core.costs.cost_model import CostKey, CostModel, extra_seconds
 from core.costs.load_report import RequestLoad
 from core.costs.profile import profile_of
 from core.costs.useful_degree import useful_degree
-from core.graph.op import Op
+from core.graph.op import OPS, Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.handles import ModelKey
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
+from core.scheduling.ops.controlnet import CONTROLNET
 from core.scheduling.reports.slowness import Slowness
-from core.scheduling.requests.bindings import CONTROLNET, Bindings, ControlNets, ModelKeys
+from core.scheduling.requests.bindings import Bindings, ControlNets, ModelKeys
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.requests.work_left import WorkLeft
 
@@ -122,7 +123,7 @@ class Predictor:
         """Train the cost model with batches measured before the first request, and give it the profiles."""
         profiled: dict[CostKey, list[tuple[Work, float]]] = {}
         for sample in samples:
-            key = _key(self._bindings.keys(sample.model, sample.component), sample.op, sample.degree)
+            key = _key(self._bindings.keys(sample.model, *OPS[sample.op].components), sample.op, sample.degree)
             self.cost.observe(key, sample.work, sample.seconds)
             if sample.is_profile:
                 profiled.setdefault(key, []).append((sample.work, sample.seconds))
@@ -285,7 +286,7 @@ def _nets(info: ModelInfo, key: CostKey) -> Iterator[ControlNets]:
     if (info.family, info.device) != (key.family, key.device):
         return
     kinds = {each.component for each in key.components}
-    if kinds == {CONTROLNET}:
+    if kinds == {CONTROLNET.component}:
         names = tuple(sorted(name for name, each in info.controlnets.items() if each in key.components))
         if tuple(info.controlnets[name] for name in names) == key.components:
             yield names

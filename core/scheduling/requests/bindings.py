@@ -10,6 +10,8 @@ from core.graph.workflow import Node, Workflow, op_of, role_of
 from core.handles import ModelKey
 from core.model_info import ModelInfo
 from core.run_class import RUN_CLASS, RunClass
+from core.scheduling.ops.controlnet import CONTROLNET
+from core.scheduling.ops.prime import PRIME
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,12 +27,9 @@ class ModelKeys:
 
     @property
     def makes_steps(self) -> bool:
-        """Whether steps are made with these, which read pages."""
+        """Whether steps, which read pages, or pages are made with these."""
         return any(key.component == "transformer" for key in self.keys)
 
-
-CONTROLNET = "controlnet"
-"""The kind of component that requests choose themselves: one or several of their model's."""
 
 ControlNets = tuple[str, ...]
 """Names of ControlNets, in alphabetical order."""
@@ -61,7 +60,7 @@ class Bindings:
         """
         self.models = models
         self._users = ClassUsers(classes, {each.name: each.class_names for each in workflows})
-        self._keys: dict[tuple[str, str], ModelKeys] = {}  # (model, kind of component) -> its keys
+        self._keys: dict[tuple[str, tuple[str, ...]], ModelKeys] = {}  # (model, kinds of components) -> its keys
         self._distinct: dict[tuple[str, str, tuple[ModelKey, ...], float], ModelKeys] = {}
         self._roles: dict[str, Mapping[str, str]] = {}  # workflow that was added -> its model's roles with it
         self._bindings: dict[tuple[str, str, ControlNets], Binding] = {}  # (model, workflow, nets) -> its binding
@@ -86,7 +85,7 @@ class Bindings:
         self._roles.pop(workflow, None)
         unnamed = self._users.drop(workflow)
         for each in unnamed:
-            self._keys.pop((each.name, RUN_CLASS), None)
+            self._keys.pop((each.name, (RUN_CLASS,)), None)
         gone = {each.key for each in unnamed} - {each.key for each in self.classes.values()}
         for facts in [facts for facts in self._distinct if not gone.isdisjoint(facts[2])]:
             del self._distinct[facts]
@@ -101,13 +100,15 @@ class Bindings:
             roles = self._roles.get(workflow.name, self.models[model].roles if model else {})
             models = {node.name: self._player(node, roles, model) for node in workflow.nodes}
             keys = {node.name: self._keys_of(node, models[node.name], controlnets) for node in workflow.nodes}
-            needs = tuple(each for each in dict.fromkeys(keys.values()) if each.keys)
+            priming = () if workflow.paged is None else self._priming(models[workflow.paged.name])
+            needs = tuple(each for each in dict.fromkeys((*keys.values(), *priming)) if each.keys)
             found = self._bindings[model, workflow.name, controlnets] = Binding(models, keys, needs)
         return found
 
     def _keys_of(self, node: Node, model: str, controlnets: ControlNets) -> ModelKeys:
-        component = op_of(node).component
-        return self.controlnets(model, controlnets) if component == CONTROLNET else self.keys(model, component)
+        op = op_of(node)
+        chosen = op.component == CONTROLNET.component
+        return self.controlnets(model, controlnets) if chosen else self.keys(model, *op.components)
 
     def controlnets(self, model: str, names: ControlNets) -> ModelKeys:
         """Some of a model's ControlNets. names: in alphabetical order. Raises KeyError for an unknown one."""
@@ -120,20 +121,25 @@ class Bindings:
         role = role_of(node)
         return role if op_of(node).component == RUN_CLASS else roles.get(role, model)
 
-    def keys(self, model: str, component: str) -> ModelKeys:
-        """A model's components of one kind; of the kind RUN_CLASS, those of the class that is named instead."""
-        found = self._keys.get((model, component))
+    def keys(self, model: str, *kinds: str) -> ModelKeys:
+        """A model's components of these kinds; of the kind RUN_CLASS, those of the class that is named instead."""
+        found = self._keys.get((model, kinds))
         if found is None:
-            facts = self._facts(model, component)
-            found = self._keys[model, component] = self._distinct.setdefault(facts, ModelKeys(*facts))
+            facts = self._facts(model, kinds)
+            found = self._keys[model, kinds] = self._distinct.setdefault(facts, ModelKeys(*facts))
         return found
 
-    def _facts(self, model: str, component: str) -> tuple[str, str, tuple[ModelKey, ...], float]:
-        if component == RUN_CLASS:
+    def _facts(self, model: str, kinds: tuple[str, ...]) -> tuple[str, str, tuple[ModelKey, ...], float]:
+        if kinds == (RUN_CLASS,):
             mine, device = self.classes[model], next(iter(self.models.values())).device  # all have the same one
             return mine.path, device, (mine.key,), mine.seconds
         info = self.models[model]
-        return info.family, info.device, info.keys_of(component), 0.0
+        return info.family, info.device, info.keys_of(*kinds), 0.0
+
+    def _priming(self, model: str) -> Needs:
+        """What the pages of a model's templates are made with; () if it has none."""
+        has_pages = model in self.models and self.models[model].page_scheme is not None
+        return (self.keys(model, *PRIME.components),) if has_pages else ()
 
     def needs(self, model: str) -> Needs:
         """What a model's requests compute with, but for those whose mask is to be found, or with a ControlNet."""
@@ -141,4 +147,4 @@ class Bindings:
         own = [(model, key.component) for key in info.components]
         players = dict.fromkeys(info.roles.values())
         lent = [(name, key.component) for name in players for key in self.models[name].own if key in info.borrowed]
-        return tuple(dict.fromkeys(self.keys(name, kind) for name, kind in (*own, *lent)))
+        return tuple(dict.fromkeys((*(self.keys(name, kind) for name, kind in (*own, *lent)), *self._priming(model))))

@@ -74,7 +74,7 @@ class Rig:
             plan = self.workers.queues[rank][0] if self.workers.queues[rank] else StepPlan(0)
             for batch in (each for each in plan.batches if rank in each.ranks):
                 for model in {item.model for item in batch.items}:
-                    keys = self.scheduler.models[model].keys_of(OPS[batch.op].component)
+                    keys = self.scheduler.models[model].keys_of(*OPS[batch.op].components)
                     assert self.workers.loaded[rank].issuperset(keys), f"{batch.op} of {model} has no weights"
             for result in self.workers.run_one(rank):
                 if isinstance(result, BatchResult):
@@ -311,6 +311,24 @@ def test_a_model_is_loaded_for_a_template_whose_pages_leave_no_room_for_those_of
         rig.answer()
     assert rig.finished == {"1", "3"}
     assert isinstance(rig.outputs["2"], TemplatePrimed)
+    rig.scheduler.check_integrity()
+
+
+def test_pages_are_made_where_the_text_encoder_is_too() -> None:
+    """The denoiser is on one rank, and the text encoder on the other."""
+    rig = Rig(num_ranks=2, budget=4 * NBYTES, encoders=True, cache=CacheConfig(host_bytes=TEMPLATE_BYTES))
+    denoiser, encoder, vae = (
+        ModelKey(of, kind) for of, kind in (("a", "transformer"), ("a", "text_encoder"), ("0", "vae"))
+    )
+    rig.restart(0, denoiser, vae)
+    rig.restart(1, encoder, vae)
+    rig.scheduler.add(msgspec.structs.replace(make_masked("1"), model="a"))
+    rig.step()
+    assert rig.workers.loading[0] == (0, encoder)
+    for _ in range(100):
+        rig.answer()
+        rig.step()
+    assert rig.finished == {"1"}
     rig.scheduler.check_integrity()
 
 

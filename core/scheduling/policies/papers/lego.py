@@ -140,7 +140,7 @@ class Lego(SchedulingPolicy):
             if (
                 not placed.items
                 or not set(ranks) <= set(view.ranks)
-                or any(view.load_seconds_on(rank, placed.keys) == inf for rank in ranks)
+                or any(view.load_seconds_on(rank, placed.keys.keys) == inf for rank in ranks)
             ):
                 del self._placed[ranks]
 
@@ -176,7 +176,7 @@ class Lego(SchedulingPolicy):
         def score(rank: int) -> float:
             if rank not in scores:
                 fetch = 0.0 if view.inputs(request, node, (rank,)).are_there else FETCH_SECONDS
-                scores[rank] = fetch + view.load_seconds_on(rank, keys)
+                scores[rank] = fetch + view.load_seconds_on(rank, keys.keys)
             return scores[rank]
 
         while size:

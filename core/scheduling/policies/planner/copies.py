@@ -8,6 +8,7 @@ from math import erfc, exp, inf, sqrt
 
 from core.scheduling.dispatch import Copy
 from core.scheduling.policies.planner.predictions import Predictions
+from core.scheduling.ranks.residency import keys_of
 from core.scheduling.requests.bindings import ModelKeys
 from core.scheduling.requests.request import Request
 from core.scheduling.view import View
@@ -88,7 +89,7 @@ class Copies:
 
     def _cost(self, view: View, demand: _Demand, needs: Iterable[ModelKeys], rank: int) -> float:
         """What a rank's own denoisers lose without it, in requests per second; inf: that, or the load, is too much."""
-        load = sum(view.load_seconds_on(rank, keys) for keys in needs)
+        load = view.load_seconds_on(rank, keys_of(needs))
         if load == inf or (missed := demand.missed(len(demand.ranks), load)) <= 0:
             return inf
         own = [each for each in self._demands.values() if rank in each.ranks]

@@ -15,10 +15,11 @@ from ranks_that_die import COMPONENT_BYTES, LiveSite
 from run_workflows import CLASSES, random_workflow, run_request
 
 from core.config import CacheConfig, SchedulerConfig
+from core.graph.op import OPS
 from core.graph.work import Work
 from core.handles import LoadedComponent, ModelKey
 from core.messages.engine import EngineRequest
-from core.messages.worker import CostSample
+from core.messages.worker import CostSample, StepPlan
 from core.model_info import ModelInfo
 from core.scheduling.policies.planner import copies
 from core.scheduling.policies.planner.default import Default
@@ -159,7 +160,18 @@ class Stress(LiveSite):
     def _content(self) -> str:
         return self._random.choice(["c0", "c1", "c2", "c3"])
 
+    def answer(self, rank: int) -> bool:
+        if queue := self.workers.queues[rank]:
+            self.check_weights(rank, queue[0])
+        return super().answer(rank)
+
     # ------------------------------------------------------------------------------------------------ what is checked
+    def check_weights(self, rank: int, plan: StepPlan) -> None:
+        """A rank has all components that the batches of a plan compute with."""
+        for batch in (each for each in plan.batches if rank in each.ranks):
+            for model in self.models.keys() & {item.model for item in batch.items}:
+                keys = self.models[model].keys_of(*OPS[batch.op].components)
+                assert self.workers.loaded[rank].issuperset(keys), f"{batch.op} of {model} has no weights"
 
     def check_slots(self) -> None:
         """No more requests run than there are slots, but for those that had made all of their steps, and that a death
