@@ -6,7 +6,6 @@ from fakes import MODEL
 
 from benchmarks.simulation.outside import Surroundings
 from benchmarks.simulation.server_engine import Known
-from core.graph.op import OPS
 from core.graph.work import Work
 from core.messages.worker import CostSample
 
@@ -24,7 +23,7 @@ def known() -> Known:
     sizes = [(tokens, number) for tokens in (24, 256, 280) for number in (1, 2, 4)] * 20
     lines = [(op, 1, seconds) for op, seconds in SECONDS.items()] + [("denoise", 2, TWO_RANKS * SECONDS["denoise"])]
     samples = [
-        CostSample(MODEL.name, OPS[op].component, op, Work.of([tokens] * number), number * seconds, degree=degree)
+        CostSample(MODEL.name, op, Work.of([tokens] * number), number * seconds, degree=degree)
         for op, degree, seconds in lines
         for tokens, number in sizes
     ]

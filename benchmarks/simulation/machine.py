@@ -76,7 +76,7 @@ class Machine(Durations):
         return seconds / self.speed
 
     def _sample(self, model: str, op: str, work: Work, seconds: float) -> CostSample:
-        return CostSample(model, OPS[op].component, op, work, seconds)
+        return CostSample(model, op, work, seconds)
 
 
 class FrozenCosts(CostModel):

@@ -189,7 +189,7 @@ def _scheduler(trace: ModuleTrace, workflow: Workflow, policy: str) -> StepSched
 def _samples(trace: ModuleTrace) -> Iterator[CostSample]:
     for name, table in trace.modules.items():
         for number, seconds in table.items():
-            yield CostSample(MODEL.name, OPS[name].component, name, Work.of([TOKENS] * number), seconds)
+            yield CostSample(MODEL.name, name, Work.of([TOKENS] * number), seconds)
 
 
 def requests_of(trace: ModuleTrace, cell: Cell, workflow: Workflow) -> Iterator[EngineRequest]:

@@ -177,11 +177,11 @@ def _samples(durations: VideoDurations) -> Iterator[CostSample]:
     for name, tokens in TOKENS.items():
         for degree in durations.load.speed[name]:
             seconds, work = durations.of("video_step", name, degree), Work.of([tokens])
-            yield CostSample(MODEL.name, "transformer", "video_step", work, seconds, is_profile=True, degree=degree)
+            yield CostSample(MODEL.name, "video_step", work, seconds, is_profile=True, degree=degree)
         pair = 2 * durations.of("video_step", name, 1)
-        yield CostSample(MODEL.name, "transformer", "video_step", Work.of([tokens] * 2), pair, is_profile=True)
+        yield CostSample(MODEL.name, "video_step", Work.of([tokens] * 2), pair, is_profile=True)
         seconds = durations.of("video_decode", name, 1)
-        yield CostSample(MODEL.name, "vae", "video_decode", Work.of([tokens]), seconds, is_profile=True)
+        yield CostSample(MODEL.name, "video_decode", Work.of([tokens]), seconds, is_profile=True)
 
 
 def _request(name: str, arrival: Arrival, workflow: Workflow, steps: int) -> EngineRequest:

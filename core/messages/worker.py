@@ -225,7 +225,6 @@ class CostSample(msgspec.Struct, frozen=True):
     """A measured batch, from which the cost model starts."""
 
     model: str  # name
-    component: str  # of the op
     op: str  # name of its cost line, see Op
     work: Work
     seconds: float

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import log2
 
 from benchmarks.simulation.machine import IMAGE_TOKENS, TEXT_TOKENS, Machine
-from core.graph.op import OPS
 from core.graph.work import Work
 from core.messages.worker import Batch, CostSample
 from core.scheduling.ops.denoise import Denoise
@@ -58,8 +57,8 @@ class DegreeMachine(Machine):
         for op in ("image_encode", "decode"):
             for tokens in (IMAGE_TOKENS, LARGE):
                 seconds = self._alone(op) * tokens / IMAGE_TOKENS
-                yield CostSample(model, OPS[op].component, op, Work.of([tokens]), seconds)
+                yield CostSample(model, op, Work.of([tokens]), seconds)
 
     def _step_sample(self, model: str, work: Work, degree: int) -> CostSample:
         seconds = self.seconds_at(degree, sum(work.queries))
-        return CostSample(model, "transformer", "denoise", work, seconds, is_profile=True, degree=degree)
+        return CostSample(model, "denoise", work, seconds, is_profile=True, degree=degree)

@@ -115,7 +115,7 @@ def probe(family: Family, info: ModelInfo, budget_seconds: float) -> list[CostSa
                 raise
             continue  # such a batch cannot be scheduled either
         if seconds is not None:
-            samples.append(CostSample(info.name, op.component, op.cost_name, work, seconds))
+            samples.append(CostSample(info.name, op.cost_name, work, seconds))
     return samples
 
 

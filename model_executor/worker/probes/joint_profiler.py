@@ -85,6 +85,5 @@ def profile_steps(family: Family, info: ModelInfo, group: Group) -> list[CostSam
     """Measure steps of a group, all of whose ranks call this."""
     steps = Batches(family, info, group).steps(ROWS)
     return [
-        CostSample(info.name, op.component, op.cost_name, work, median_seconds(run), True, group.degree)
-        for op, work, run in steps
+        CostSample(info.name, op.cost_name, work, median_seconds(run), True, group.degree) for op, work, run in steps
     ]

@@ -88,7 +88,7 @@ def profile(family: Family, info: ModelInfo, largest: int) -> list[CostSample]:
             if not is_out_of_memory(error):
                 raise
             continue
-        samples.append(CostSample(info.name, op.component, op.cost_name, work, seconds, is_profile=True))
+        samples.append(CostSample(info.name, op.cost_name, work, seconds, is_profile=True))
     return samples
 
 

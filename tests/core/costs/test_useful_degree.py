@@ -58,10 +58,7 @@ def test_what_is_unknown_shows_no_gain() -> None:
 def test_samples_of_a_profile_predict_steps_at_their_degrees() -> None:
     predictor, op = Predictor(CostModel(), BINDINGS), OPS["denoise"]
     work = Work.of([256])
-    samples = [
-        CostSample("m", "transformer", "denoise", work, 1.0 / degree, is_profile=True, degree=degree)
-        for degree in (1, 2)
-    ]
+    samples = [CostSample("m", "denoise", work, 1.0 / degree, is_profile=True, degree=degree) for degree in (1, 2)]
     predictor.learn(samples)
     assert [predictor.step_seconds(KEYS, op, work, degree) for degree in (1, 2, 4)] == [1.0, 0.5, 0.0]
     for _ in range(400):
@@ -75,7 +72,7 @@ def test_samples_of_a_profile_predict_steps_at_their_degrees() -> None:
 
 def test_without_a_profile_one_rank_is_predicted_as_any_batch_and_several_are_unknown() -> None:
     predictor, op, work = Predictor(CostModel(), BINDINGS), OPS["denoise"], Work.of([256])
-    predictor.learn([CostSample("m", "transformer", "denoise", work, 1.0)])
+    predictor.learn([CostSample("m", "denoise", work, 1.0)])
     assert (
         predictor.step_seconds(KEYS, op, work, 1)
         == pytest.approx(1.0, rel=1e-4)

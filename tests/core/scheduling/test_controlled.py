@@ -234,8 +234,8 @@ def test_a_controlnet_runs_beside_its_step_where_that_pays(seconds_of_two: float
     """As soon as its time is known. The step is sent to a lane, or to a group if sharing saves nothing, at once."""
     rig = Rig(num_ranks=2)
     rig.seconds = {"controlnet": 0.02, "denoise": 0.06}
-    samples = [CostSample("m", "transformer", "denoise", Work.of([280]), 0.06, is_profile=True)]
-    rig.scheduler.learn([*samples, CostSample("m", "transformer", "denoise", Work.of([280] * 2), seconds_of_two, True)])
+    samples = [CostSample("m", "denoise", Work.of([280]), 0.06, is_profile=True)]
+    rig.scheduler.learn([*samples, CostSample("m", "denoise", Work.of([280] * 2), seconds_of_two, True)])
     of_four_steps(rig, "a")
     rig.deliveries.clear()
     rig.num_together = 0
@@ -276,7 +276,7 @@ def test_a_step_whose_controlnets_take_long_is_not_shared_while_others_wait() ->
         rig = Rig(num_ranks=2)
         rig.seconds = {"controlnet": seconds, "denoise": 0.06}
         samples = [
-            CostSample("m", "transformer", "denoise", Work.of([280] * number), 0.06 * number / degree, True, degree)
+            CostSample("m", "denoise", Work.of([280] * number), 0.06 * number / degree, True, degree)
             for degree in (1, 2)
             for number in (1, 2)
         ]
@@ -294,7 +294,7 @@ def test_rounds_of_controlnets_do_not_count_as_steps_of_the_base() -> None:
     rig = Rig(num_ranks=2)
     rig.seconds = {"controlnet": 0.005, "denoise": 0.06}
     rig.scheduler.learn(
-        CostSample("m", "transformer", "denoise", Work.of([280] * number), 0.06 * number / degree, True, degree)
+        CostSample("m", "denoise", Work.of([280] * number), 0.06 * number / degree, True, degree)
         for degree in (1, 2)
         for number in (1, 2)
     )
@@ -309,8 +309,7 @@ def test_requests_with_controlnets_share_steps_if_all_are_in_time_then() -> None
     rig = Rig()
     rig.seconds = {"controlnet": 0.005, "denoise": 0.06}
     rig.scheduler.learn(
-        CostSample("m", "transformer", "denoise", Work.of([280] * number), 0.03 + 0.03 * number, is_profile=True)
-        for number in (1, 2)
+        CostSample("m", "denoise", Work.of([280] * number), 0.03 + 0.03 * number, is_profile=True) for number in (1, 2)
     )
     of_four_steps(rig, "a")
     (*_, step) = (batch for batch in rig.batches if batch.op == "denoise")

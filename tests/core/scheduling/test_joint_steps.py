@@ -36,7 +36,7 @@ class Site:
         self.scheduler = StepScheduler(config, {"m": MODEL}, 3)
         for degree, number in product((1, 2), (1, 2, 4)):  # sharing a step among requests saves nothing
             work, seconds = Work.of([280] * number), SECONDS * number / degree
-            sample = CostSample("m", "transformer", "denoise", work, seconds, is_profile=True, degree=degree)
+            sample = CostSample("m", "denoise", work, seconds, is_profile=True, degree=degree)
             self.scheduler.learn([sample])
         self.scheduler.ranks.note_ports({0: 5000, 1: 5001, 2: 5002})
         self.workers, self.breaks = FakeWorkers(3), breaks

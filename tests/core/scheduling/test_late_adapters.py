@@ -233,8 +233,7 @@ def test_another_large_one_has_the_rank_of_one_that_waits_at_once(slots: int) ->
     """And its slot, if there are too few."""
     site = Adapted(2, max_num_seqs=slots)
     one, two = (
-        CostSample("m", "transformer", "denoise", Work.of([280] * number), float(number), is_profile=True)
-        for number in (1, 2)
+        CostSample("m", "denoise", Work.of([280] * number), float(number), is_profile=True) for number in (1, 2)
     )
     site.scheduler.learn([one, two])
     site.scheduler.add(late(make_edit("a", steps=9), most=3))

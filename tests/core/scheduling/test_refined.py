@@ -208,7 +208,7 @@ def test_fewer_steps_than_estimated_have_previews_all_the_same() -> None:
 
 def test_the_constant_part_of_a_step_counts_until_the_request_has_ended() -> None:
     rig = Rig()
-    rig.scheduler.learn([CostSample("fine", "transformer", "denoise", Work.of([256]), 0.25)] * 9)
+    rig.scheduler.learn([CostSample("fine", "denoise", Work.of([256]), 0.25)] * 9)
     rig.scheduler.add(refined("a"))
     bases = []
     while (plan := rig.scheduler.schedule(0.0)) is not None:

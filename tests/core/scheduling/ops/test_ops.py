@@ -74,7 +74,7 @@ def test_a_new_op_runs_beside_ordinary_edits_after_one_registration(
 ) -> None:
     monkeypatch.setitem(WORKFLOWS, "sharpened", SHARPENED)
     scheduler, workers = StepScheduler(SchedulerConfig(), {"m": MODEL}), FakeWorkers()
-    scheduler.learn([CostSample("m", "vae", "sharpen", Work.of([128]), 0.5)])
+    scheduler.learn([CostSample("m", "sharpen", Work.of([128]), 0.5)])
     scheduler.add(in_workflow("a", "sharpened"))  # type: ignore[arg-type]
     scheduler.add(make_edit("b"))
     batches: list[Batch] = []

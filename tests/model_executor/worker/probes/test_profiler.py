@@ -76,7 +76,7 @@ def test_a_profile_is_found_by_servers_with_the_settings_it_was_measured_with(
     models: ResidentModels, info: ModelInfo, tmp_path: Path
 ) -> None:
     measured = ModelConfig(kernels="torch")
-    keep([CostSample(info.name, "denoiser", "denoise", Work.of([8]), 1.0, is_profile=True)], info, measured, tmp_path)
+    keep([CostSample(info.name, "denoise", Work.of([8]), 1.0, is_profile=True)], info, measured, tmp_path)
     for config, is_found in ((measured, True), (ModelConfig(), False)):
         samples = known_or_probed(models.families, [info], tmp_path, {info.name: config})
         assert any(sample.is_profile for sample in samples) == is_found

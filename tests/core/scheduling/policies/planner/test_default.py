@@ -142,17 +142,15 @@ class Site:
 
     def _samples(self, model: str = "m") -> list[CostSample]:
         steps = [
-            CostSample(
-                model, "transformer", "denoise", Work.of([tokens]), seconds / speed, is_profile=True, degree=degree
-            )
+            CostSample(model, "denoise", Work.of([tokens]), seconds / speed, is_profile=True, degree=degree)
             for tokens, seconds in SECONDS.items()
             for degree, speed in SPEED[tokens].items()
         ]
         pairs = [
-            CostSample(model, "transformer", "denoise", Work.of([t, t]), s * (1 if self.times.shares else 2), True)
+            CostSample(model, "denoise", Work.of([t, t]), s * (1 if self.times.shares else 2), True)
             for t, s in SECONDS.items()
         ]
-        return [*steps, *pairs, CostSample(model, "vae", "decode", Work.of([256]), self.times.decode, is_profile=True)]
+        return [*steps, *pairs, CostSample(model, "decode", Work.of([256]), self.times.decode, is_profile=True)]
 
     def _note(self, outputs: tuple[Output, ...]) -> None:
         for output in outputs:

@@ -234,10 +234,10 @@ def _samples(random: Random, models: Iterable[str]) -> list[CostSample]:
         for tokens, of_degree in SECONDS.items():
             for degree, seconds in of_degree.items():
                 work = Work.of([tokens])
-                found.append(CostSample(name, "transformer", "denoise", work, scale * seconds, True, degree))
+                found.append(CostSample(name, "denoise", work, scale * seconds, True, degree))
             two = random.choice([1, 2]) * of_degree[1]
-            found.append(CostSample(name, "transformer", "denoise", Work.of([tokens, tokens]), scale * two, True))
-        found.append(CostSample(name, "vae", "decode", Work.of([256]), scale * 0.1, True))
+            found.append(CostSample(name, "denoise", Work.of([tokens, tokens]), scale * two, True))
+        found.append(CostSample(name, "decode", Work.of([256]), scale * 0.1, True))
     return found
 
 

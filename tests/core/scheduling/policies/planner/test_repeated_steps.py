@@ -58,7 +58,7 @@ def profile() -> Iterator[CostSample]:
     """Two requests that share a step take hardly longer than one."""
     for tokens in (64, 1024):
         for rows, seconds in ((1, 1.0), (2, 1.1)):
-            yield CostSample("m", "transformer", "denoise", Work.of([tokens] * rows), seconds, is_profile=True)
+            yield CostSample("m", "denoise", Work.of([tokens] * rows), seconds, is_profile=True)
 
 
 def test_steps_are_repeated_while_another_rank_prepares_a_request() -> None:
@@ -145,7 +145,7 @@ def test_steps_are_repeated_where_all_requests_are_large() -> None:
     site = Site(Random(0), 2, policy, max_plans_in_flight=1, max_num_seqs=2)
     for rows in (1, 2):
         work = Work.of([1048] * rows)
-        site.scheduler.learn([CostSample("m", "transformer", "denoise", work, 4.0 * rows, is_profile=True)])
+        site.scheduler.learn([CostSample("m", "denoise", work, 4.0 * rows, is_profile=True)])
     for name, number in (("first", 20), ("second", 60), ("third", 60)):
         site.scheduler.add(make_edit(name, steps=number, num_tokens=1024))
     with compared(policy) as were_repeated:
@@ -165,7 +165,7 @@ def test_no_steps_are_repeated_on_too_few_ranks() -> None:
     site = Site(Random(0), 2, policy, max_plans_in_flight=1)
     for rows, degree, seconds in ((1, 1, 4.0), (2, 1, 8.0), (1, 2, 2.6)):
         work = Work.of([1048] * rows)
-        site.scheduler.learn([CostSample("m", "transformer", "denoise", work, seconds, True, degree)])
+        site.scheduler.learn([CostSample("m", "denoise", work, seconds, True, degree)])
     for name, objective in (("due", 100.0), ("other", None)):
         made = make_edit(name, steps=20, num_tokens=1024)
         site.scheduler.add(msgspec.structs.replace(made, objective=objective))
