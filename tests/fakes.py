@@ -11,10 +11,10 @@ import msgspec
 
 from core.failure import Failure
 from core.graph.op import OPS
+from core.graph.selecting import selected_name
 from core.graph.workflows.find_mask import FIND_MASK
 from core.graph.workflows.hires import HIRES
 from core.graph.workflows.inpaint import INPAINT
-from core.graph.workflows.selected_inpaint import SELECTED_INPAINT
 from core.handles import ArrayRef, Artefact, EntryRef, LoadedComponent, ModelKey, TensorKey, TensorRef
 from core.messages.canvas import Canvas
 from core.messages.engine import EngineRequest
@@ -135,7 +135,7 @@ def make_selecting_edit(
     active = ArrayRef(0, 4096, (predicted,), "int32")
     search = SEARCH if is_mask_aware else msgspec.structs.replace(SEARCH, runs=(MaskedRun(1, False, 0),))
     edit = with_spec(edit, search=search, active=active, is_mask_aware=is_mask_aware)
-    return msgspec.structs.replace(edit, workflow=SELECTED_INPAINT.name)
+    return msgspec.structs.replace(edit, workflow=selected_name(INPAINT.name))
 
 
 def make_mask_request(request_id: str, **wishes: Any) -> EngineRequest:

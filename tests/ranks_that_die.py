@@ -14,8 +14,7 @@ from run_workflows import CLASSES
 from core.config import SchedulerConfig
 from core.failure import Failure
 from core.graph.workflow import Workflow
-from core.messages.engine import AdaptersUsed, EngineRequest, Finished, PartialImage
-from core.scheduling.endings import Output
+from core.messages.engine import AdaptersUsed, EngineRequest, Finished, Output, PartialImage
 from core.scheduling.policies.planner.default import Default
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.recovery import checkpoints

@@ -30,10 +30,9 @@ from core.config import SchedulerConfig
 from core.costs.cost_model import CostModel
 from core.handles import LoadedComponent
 from core.messages.codec import MessageDecoder, encode
-from core.messages.engine import EngineOutputs, EngineRequest, Finished, ToEngine
+from core.messages.engine import EngineOutputs, EngineRequest, Finished, Output, ToEngine
 from core.messages.plan_parts import parts_of
 from core.messages.worker import BatchResult, FromWorker, StepPlan
-from core.scheduling.endings import Output
 from core.scheduling.scheduler import StepScheduler
 from engine.engine_core.engine_core import REPORT_SECONDS
 

@@ -40,10 +40,9 @@ from benchmarks.simulation.model_set import zipf
 from core.config import ModelConfig, SchedulerConfig
 from core.graph.work import Work
 from core.handles import LoadedComponent, ModelKey
-from core.messages.engine import Finished
+from core.messages.engine import Finished, Output
 from core.messages.worker import Batch as SentBatch
 from core.model_info import ModelInfo
-from core.scheduling.endings import Output
 from core.scheduling.requests.bindings import Bindings
 from model_executor.worker.loading.resident import ResidentModels
 from tools.random_checkpoints import make_flux_fill

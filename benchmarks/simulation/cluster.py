@@ -21,11 +21,10 @@ from benchmarks.simulation.scenario import MODEL, Scenario, make_trace, prime_te
 from core.config import RouterPolicy, SchedulerConfig
 from core.costs.cost_model import CostModel
 from core.costs.load_report import LoadReport
-from core.messages.engine import EngineRequest, Finished, TemplatePrimed
+from core.messages.engine import EngineRequest, Finished, Output, TemplatePrimed
 from core.routing.fleet import Fleet
 from core.routing.policies import make_policy
 from core.routing.request_shape import RequestShape
-from core.scheduling.endings import Output
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.scheduler import StepScheduler
 from engine.engine_core.engine_core import REPORT_SECONDS

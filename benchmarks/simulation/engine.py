@@ -24,7 +24,7 @@ from benchmarks.simulation.ranks import (
 from core.failure import Failure
 from core.graph.op import OPS
 from core.handles import LoadedComponent, ModelKey, RankIds, TensorKey, TensorRef
-from core.messages.engine import EngineRequest, PartialImage
+from core.messages.engine import EngineRequest, Output, PartialImage
 from core.messages.worker import (
     Batch,
     BatchResult,
@@ -38,7 +38,6 @@ from core.messages.worker import (
     TransferDone,
 )
 from core.restarts import Restarts
-from core.scheduling.endings import Output
 from core.scheduling.model_loads import LoadAnswer
 from core.scheduling.ops.image_encode import ImageEncode
 from core.scheduling.scheduler import StepScheduler

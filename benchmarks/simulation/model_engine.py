@@ -22,12 +22,11 @@ from benchmarks.simulation.model_scenario import ModelScenario
 from core.config import RouterPolicy, SchedulerConfig
 from core.costs.load_report import LoadReport
 from core.handles import LoadedComponent
-from core.messages.engine import EngineRequest, Failed, Finished, PartialImage
+from core.messages.engine import EngineRequest, Failed, Finished, Output, PartialImage
 from core.model_info import ModelInfo
 from core.routing.fleet import Fleet
 from core.routing.policies import make_policy
 from core.routing.request_shape import RequestShape
-from core.scheduling.endings import Output
 from core.scheduling.requests.bindings import Bindings
 
 

@@ -13,8 +13,7 @@ from benchmarks.simulation.clock import Clock
 from benchmarks.simulation.cores import Cores
 from benchmarks.simulation.engine import SimulatedEngine
 from core.costs.prediction_margin import WINDOW, UsualDelay
-from core.messages.engine import EngineRequest, Finished, PartialImage
-from core.scheduling.endings import Output
+from core.messages.engine import EngineRequest, Finished, Output, PartialImage
 from engine.client.admission.admission_ticket import MOST_DELAY
 
 

@@ -13,11 +13,10 @@ from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.scenario import MODEL, Scenario, make_trace
 from core.costs.load_report import LoadReport
 from core.costs.prediction_margin import PredictionMargin
-from core.messages.engine import EngineRequest, Finished
+from core.messages.engine import EngineRequest, Finished, Output
 from core.routing.admission import Outlook, Terms, judge
 from core.routing.policies import outlook
 from core.routing.request_shape import RequestShape
-from core.scheduling.endings import Output
 from core.scheduling.policies.policy import SchedulingPolicy
 
 

@@ -21,12 +21,11 @@ from core.graph.op import OPS, OpWork, Port, Sizes
 from core.graph.work import Work
 from core.graph.workflow import Edge, Node, Region, Workflow
 from core.handles import ArrayRef, Artefact
-from core.messages.engine import EngineRequest, Finished
+from core.messages.engine import EngineRequest, Finished, Output
 from core.messages.message import Message
 from core.messages.specs import EditSpec
 from core.messages.worker import Batch, CostSample, Transfer
 from core.sampling_params import SamplingParams
-from core.scheduling.endings import Output
 from core.scheduling.node_cache import NodePages
 from core.scheduling.ops.request_op import RequestOp
 from core.scheduling.policies import make_policy

@@ -11,42 +11,25 @@ from core.graph.recalling import can_recall, recalling
 from core.graph.selecting import selecting
 from core.graph.workflow import Workflow, op_of, role_of
 from core.graph.workflows.class_conditional import CLASS_CONDITIONAL
-from core.graph.workflows.controlled_hires import CONTROLLED_HIRES
-from core.graph.workflows.controlled_inpaint import CONTROLLED_INPAINT
-from core.graph.workflows.controlled_refined import CONTROLLED_REFINED
 from core.graph.workflows.embed_prompt import EMBED_PROMPT
 from core.graph.workflows.find_mask import FIND_MASK
 from core.graph.workflows.hires import HIRES
 from core.graph.workflows.inpaint import INPAINT
-from core.graph.workflows.recalled_inpaint import RECALLED_INPAINT
 from core.graph.workflows.refined import REFINED
-from core.graph.workflows.selected_controlled_hires import SELECTED_CONTROLLED_HIRES
-from core.graph.workflows.selected_controlled_inpaint import SELECTED_CONTROLLED_INPAINT
-from core.graph.workflows.selected_controlled_refined import SELECTED_CONTROLLED_REFINED
-from core.graph.workflows.selected_hires import SELECTED_HIRES
-from core.graph.workflows.selected_inpaint import SELECTED_INPAINT
-from core.graph.workflows.selected_refined import SELECTED_REFINED
 
 NAMED = (INPAINT, HIRES, CLASS_CONDITIONAL, REFINED)
 """The workflows that a model may name for its requests, beside registered ones that make pictures."""
 
-CONTROLLED = {INPAINT: CONTROLLED_INPAINT, HIRES: CONTROLLED_HIRES, REFINED: CONTROLLED_REFINED}
+CONTROLLED = {workflow: controlled(workflow) for workflow in (INPAINT, HIRES, REFINED)}
 """Workflow -> the same with ControlNets."""
 
-SELECTED = {
-    INPAINT: SELECTED_INPAINT,
-    HIRES: SELECTED_HIRES,
-    REFINED: SELECTED_REFINED,
-    CONTROLLED_INPAINT: SELECTED_CONTROLLED_INPAINT,
-    CONTROLLED_HIRES: SELECTED_CONTROLLED_HIRES,
-    CONTROLLED_REFINED: SELECTED_CONTROLLED_REFINED,
-}
-"""Workflow whose mask is given -> the same with a mask that is found."""
+SELECTED = tuple(map(selecting, (*CONTROLLED, *CONTROLLED.values())))
+"""Those whose mask is found, of those whose mask is given."""
 
-FURTHER = (FIND_MASK, RECALLED_INPAINT, EMBED_PROMPT)
+FURTHER = (FIND_MASK, recalling(INPAINT), EMBED_PROMPT)
 
 WORKFLOWS: dict[str, Workflow] = {
-    workflow.name: workflow for workflow in (*NAMED, *CONTROLLED.values(), *SELECTED.values(), *FURTHER)
+    workflow.name: workflow for workflow in (*NAMED, *CONTROLLED.values(), *SELECTED, *FURTHER)
 }
 """Name -> workflow, for all that engines run. Of several that take what a request gives, the first serves it."""
 

@@ -202,12 +202,14 @@ class Aborted(Message, frozen=True):
     request_id: str
 
 
+Output = PartialImage | AdaptersUsed | Finished | TemplatePrimed | AdapterAdded | WorkflowAdded | Failed | Aborted
+"""What an engine tells clients of a request, or of something that was added."""
+
+
 class EngineOutputs(TimedMessage, frozen=True):
     """The outputs of one iteration of the engine, with its load."""
 
-    outputs: tuple[
-        PartialImage | AdaptersUsed | Finished | TemplatePrimed | AdapterAdded | WorkflowAdded | Failed | Aborted, ...
-    ]
+    outputs: tuple[Output, ...]
     load: LoadReport
     stats: EngineStats | None = None  # None if the last ones are recent enough
 
@@ -229,9 +231,7 @@ class EngineFailed(TimedMessage, frozen=True):
 
     failure: Failure
     # Terminal messages of the requests it held; the receiver fails all others.
-    outputs: tuple[
-        Finished | TemplatePrimed | AdapterAdded | WorkflowAdded | PartialImage | AdaptersUsed | Failed | Aborted, ...
-    ] = ()
+    outputs: tuple[Output, ...] = ()
 
     def moved(self, seconds: float) -> Self:
         return msgspec.structs.replace(self, outputs=tuple(moved(output, seconds) for output in self.outputs))

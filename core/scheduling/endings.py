@@ -9,24 +9,12 @@ import msgspec
 
 from core.failure import NEVER_BEGUN, Failure
 from core.handles import TensorKey
-from core.messages.engine import (
-    Aborted,
-    AdapterAdded,
-    AdaptersUsed,
-    Failed,
-    Finished,
-    PartialImage,
-    TemplatePrimed,
-    WorkflowAdded,
-)
+from core.messages.engine import Aborted, Failed, Finished, Output
 from core.messages.worker import Free
 from core.scheduling.node_cache import CacheOutcome, NodeCache
 from core.scheduling.requests.live_requests import LiveRequests
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.values.values import ValueTable
-
-Output = PartialImage | AdaptersUsed | Finished | TemplatePrimed | AdapterAdded | WorkflowAdded | Failed | Aborted
-"""Messages of an engine for clients."""
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ from core.messages.engine import (
     DropTemplate,
     EngineRequest,
     Failed,
+    Output,
     PrimeTemplate,
     UseAdapters,
 )
@@ -39,7 +40,7 @@ from core.messages.worker import BatchResult, CostSample, Free, Load, PageCopied
 from core.model_info import ModelInfo
 from core.run_class import RUN_CLASS, RunClass
 from core.scheduling.dispatcher import Dispatched, Dispatcher
-from core.scheduling.endings import Endings, Output
+from core.scheduling.endings import Endings
 from core.scheduling.model_loads import LoadAnswer, ModelLoads
 from core.scheduling.node_cache import CacheOrders, NodeCache
 from core.scheduling.ops.prime import PRIME

@@ -27,6 +27,7 @@ from core.messages.engine import (
     EngineRequest,
     Failed,
     FromEngine,
+    Output,
     PrimeTemplate,
     ToEngine,
     UseAdapters,
@@ -52,7 +53,6 @@ from core.messages.worker import (
     WorkflowLoaded,
 )
 from core.restarts import Restarts
-from core.scheduling.endings import Output
 from core.scheduling.scheduler import StepScheduler
 from engine.engine_core.rank_additions import Answer, RankAdditions
 from engine.engine_core.watchdog import Watchdog

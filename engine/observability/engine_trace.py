@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 from core.graph.catalog import WORKFLOWS, with_variants
 from core.graph.workflow import Workflow
-from core.messages.engine import AdaptersUsed, EngineRequest, Failed, Finished, PartialImage, ToEngine
+from core.messages.engine import AdaptersUsed, EngineRequest, Failed, Finished, Output, PartialImage, ToEngine
 from core.messages.worker import Batch, BatchResult, DropWorkflow, FromWorker, LoadWorkflow, StepPlan
-from core.scheduling.endings import Output
 from engine.observability.tracing import Event, Span, Tracer
 
 

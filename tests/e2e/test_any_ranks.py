@@ -31,13 +31,13 @@ from core.messages.engine import (
     EngineRequest,
     Finished,
     FromEngine,
+    Output,
 )
 from core.messages.specs import EditSpec
 from core.messages.worker import Addition, Removal, StepPlan
 from core.model_info import ModelInfo
 from core.run_class import RunClass
 from core.sampling_params import SamplingParams
-from core.scheduling.endings import Output
 from core.scheduling.scheduler import StepScheduler
 from engine.client.processes.worker_launcher import worker_launcher
 from engine.engine_core.engine_core import EngineCore

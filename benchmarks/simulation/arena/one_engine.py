@@ -14,8 +14,7 @@ from benchmarks.simulation.durations import Durations
 from benchmarks.simulation.engine import SimulatedEngine
 from benchmarks.simulation.scenario import MODEL, prime_template
 from core.config import CacheConfig, SchedulerConfig
-from core.messages.engine import EngineRequest, Finished
-from core.scheduling.endings import Output
+from core.messages.engine import EngineRequest, Finished, Output
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.scheduler import StepScheduler
 

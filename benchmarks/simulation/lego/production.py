@@ -38,9 +38,8 @@ from core.costs.cost_model import CostKey, CostModel
 from core.graph.op import OPS
 from core.graph.work import Work
 from core.handles import ModelKey
-from core.messages.engine import EngineRequest, Finished
+from core.messages.engine import EngineRequest, Finished, Output
 from core.messages.worker import Batch
-from core.scheduling.endings import Output
 from core.scheduling.policies.policy import SchedulingPolicy
 
 DATA = Path(__file__).parent.parent / "data" / "gentd26.json"

@@ -29,10 +29,9 @@ from core.config import SchedulerConfig
 from core.costs.cost_model import CostModel
 from core.graph.work import Work
 from core.handles import LoadedComponent, ModelKey
-from core.messages.engine import Failed, Finished
+from core.messages.engine import Failed, Finished, Output
 from core.messages.worker import Batch, BatchResult, ItemResult
 from core.model_info import ModelInfo
-from core.scheduling.endings import Output
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.scheduler import StepScheduler
 

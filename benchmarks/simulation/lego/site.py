@@ -24,9 +24,9 @@ from core.costs.cost_model import CostKey, CostModel
 from core.costs.latency_table import LatencyTable
 from core.costs.profile import Profile
 from core.graph import workflow as graph
+from core.graph.catalog import CONTROLLED
 from core.graph.op import OPS, OpWork, Sizes
 from core.graph.work import Work
-from core.graph.workflows.controlled_inpaint import CONTROLLED_INPAINT
 from core.graph.workflows.inpaint import INPAINT
 from core.handles import Artefact, ModelKey
 from core.messages.engine import EngineRequest
@@ -176,7 +176,7 @@ class Site:
             control_types=tuple(map(ControlType, controls)),
             control_pictures=(PIXELS,) * len(controls),
         )
-        of_nodes = CONTROLLED_INPAINT if controls else INPAINT
+        of_nodes = CONTROLLED[INPAINT] if controls else INPAINT
         return EngineRequest(
             request_id=str(index),
             model=self.model(workflow, unit),

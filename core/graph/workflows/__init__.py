@@ -1,1 +1,1 @@
-"""The shipped workflows, one per file. `core.graph.catalog` lists them."""
+"""The shipped workflows, one per file. `core.graph.catalog` lists them, and those that are made of them."""

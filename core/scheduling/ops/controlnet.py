@@ -12,6 +12,7 @@ from core.graph.workflow import Node
 from core.messages.message import Message
 from core.scheduling.ops.denoise import DENOISE, Denoise, step_of
 from core.scheduling.ops.request_op import RequestOp
+from core.scheduling.requests.bindings import CONTROLNET as COMPONENT
 
 if TYPE_CHECKING:
     from core.messages.specs.picture_spec import PictureSpec
@@ -61,7 +62,7 @@ def _uses(spec: PictureSpec, step: int, num_steps: int) -> tuple[ControlUse, ...
 
 CONTROLNET = RequestOp(
     name="controlnet",
-    component="controlnet",
+    component=COMPONENT,
     message=ControlStep,
     size=_size,
     part="denoise",

@@ -18,9 +18,8 @@ from core.graph.workflow import Node, op_of
 from core.handles import ModelKey
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
-from core.scheduling.ops.controlnet import CONTROLNET
 from core.scheduling.reports.slowness import Slowness
-from core.scheduling.requests.bindings import Bindings, ControlNets, ModelKeys
+from core.scheduling.requests.bindings import CONTROLNET, Bindings, ControlNets, ModelKeys
 from core.scheduling.requests.request import Request, Status
 from core.scheduling.requests.work_left import WorkLeft
 
@@ -286,7 +285,7 @@ def _nets(info: ModelInfo, key: CostKey) -> Iterator[ControlNets]:
     if (info.family, info.device) != (key.family, key.device):
         return
     kinds = {each.component for each in key.components}
-    if kinds == {CONTROLNET.component}:
+    if kinds == {CONTROLNET}:
         names = tuple(sorted(name for name, each in info.controlnets.items() if each in key.components))
         if tuple(info.controlnets[name] for name in names) == key.components:
             yield names

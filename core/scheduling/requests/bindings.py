@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from core.class_users import ClassUsers
+from core.graph.op import OPS
 from core.graph.workflow import Node, Workflow, op_of, role_of
 from core.handles import ModelKey
 from core.model_info import ModelInfo
 from core.run_class import RUN_CLASS, RunClass
-from core.scheduling.ops.controlnet import CONTROLNET
-from core.scheduling.ops.prime import PRIME
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +29,9 @@ class ModelKeys:
         """Whether steps, which read pages, or pages are made with these."""
         return any(key.component == "transformer" for key in self.keys)
 
+
+CONTROLNET = "controlnet"
+"""The kind of component that requests choose themselves: one or several of their model's."""
 
 ControlNets = tuple[str, ...]
 """Names of ControlNets, in alphabetical order."""
@@ -107,7 +109,7 @@ class Bindings:
 
     def _keys_of(self, node: Node, model: str, controlnets: ControlNets) -> ModelKeys:
         op = op_of(node)
-        chosen = op.component == CONTROLNET.component
+        chosen = op.component == CONTROLNET
         return self.controlnets(model, controlnets) if chosen else self.keys(model, *op.components)
 
     def controlnets(self, model: str, names: ControlNets) -> ModelKeys:
@@ -137,9 +139,9 @@ class Bindings:
         return info.family, info.device, info.keys_of(*kinds), 0.0
 
     def _priming(self, model: str) -> Needs:
-        """What the pages of a model's templates are made with; () if it has none."""
+        """What the activation cache makes the pages of a model's templates with; () if it has none."""
         has_pages = model in self.models and self.models[model].page_scheme is not None
-        return (self.keys(model, *PRIME.components),) if has_pages else ()
+        return tuple(self.keys(model, *op.components) for op in OPS if op.part == "prime") if has_pages else ()
 
     def needs(self, model: str) -> Needs:
         """What a model's requests compute with, but for those whose mask is to be found, or with a ControlNet."""

@@ -20,8 +20,7 @@ from benchmarks.simulation.published import DATA
 from benchmarks.simulation.scenario import SCENARIOS, Scenario
 from benchmarks.simulation.video_load import VideoLoad
 from core.costs.load_report import LoadReport
-from core.messages.engine import EngineRequest, Failed, Finished
-from core.scheduling.endings import Output
+from core.messages.engine import EngineRequest, Failed, Finished, Output
 from core.scheduling.policies.policy import SchedulingPolicy
 
 SLO = 4.0

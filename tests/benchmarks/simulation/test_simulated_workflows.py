@@ -19,10 +19,9 @@ from core.graph.workflow import Edge, Node, Workflow
 from core.graph.workflows.hires import HIRES
 from core.graph.workflows.inpaint import INPAINT
 from core.handles import ModelKey
-from core.messages.engine import EngineRequest, Finished, PartialImage
+from core.messages.engine import EngineRequest, Finished, Output, PartialImage
 from core.messages.worker import Batch, Item, ItemResult, StepPlan, Transfer
 from core.scheduling.dispatch import Decision, Dispatch, Fetch
-from core.scheduling.endings import Output
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.scheduler import StepScheduler
 from core.scheduling.view import View

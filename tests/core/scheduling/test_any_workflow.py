@@ -19,9 +19,8 @@ from core.config import SchedulerConfig
 from core.graph.check import check_workflow
 from core.graph.workflow import Workflow
 from core.graph.workflows.inpaint import INPAINT
-from core.messages.engine import EngineRequest, Finished
+from core.messages.engine import EngineRequest, Finished, Output
 from core.messages.worker import BatchResult, StepPlan
-from core.scheduling.endings import Output
 from core.scheduling.scheduler import StepScheduler
 
 

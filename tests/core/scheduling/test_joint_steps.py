@@ -12,9 +12,8 @@ from fakes import MODEL, FakeWorkers, make_edit
 from core.config import SchedulerConfig
 from core.failure import Failure
 from core.graph.work import Work
-from core.messages.engine import Failed, Finished
+from core.messages.engine import Failed, Finished, Output
 from core.messages.worker import Batch, BatchResult, CostSample
-from core.scheduling.endings import Output
 from core.scheduling.recovery.recovery import STEPS_ALONE
 from core.scheduling.scheduler import StepScheduler
 

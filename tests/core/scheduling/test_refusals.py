@@ -11,10 +11,9 @@ from fakes import MODEL, FakePages, FakeWorkers, apply, make_edit
 from core.config import SchedulerConfig
 from core.failure import Failure
 from core.handles import LoadedComponent, ModelKey
-from core.messages.engine import Failed, Finished, PrimeTemplate
+from core.messages.engine import Failed, Finished, Output, PrimeTemplate
 from core.messages.worker import Batch
 from core.model_info import ModelInfo
-from core.scheduling.endings import Output
 from core.scheduling.ranks.quarantine import FIRST_WAIT_SECONDS
 from core.scheduling.scheduler import StepScheduler
 

@@ -21,11 +21,10 @@ from core.graph.form import tensor
 from core.graph.op import Port
 from core.graph.workflow import Workflow
 from core.handles import ArrayRef, LoadedComponent
-from core.messages.engine import Aborted, EngineRequest, Failed, Finished
+from core.messages.engine import Aborted, EngineRequest, Failed, Finished, Output
 from core.messages.specs import RunSpec
 from core.messages.worker import BatchResult
 from core.run_class import RunClass
-from core.scheduling.endings import Output
 from core.scheduling.ops.run import RUN
 from core.scheduling.policies import make_policy
 from core.scheduling.policies.planner.default import Default

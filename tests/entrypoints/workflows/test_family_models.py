@@ -11,14 +11,13 @@ import pytest
 
 import core.scheduling.ops  # noqa: F401  the check of a workflow looks ops up
 from core.errors import WorkflowError
+from core.graph.catalog import CONTROLLED
 from core.graph.check import check_workflow
 from core.graph.controlling import CONTROLS
 from core.graph.form import text
 from core.graph.op import Port
 from core.graph.workflow import Node, Region
 from core.graph.workflow import Workflow as Graph
-from core.graph.workflows.controlled_hires import CONTROLLED_HIRES
-from core.graph.workflows.controlled_inpaint import CONTROLLED_INPAINT
 from core.graph.workflows.hires import HIRES
 from core.graph.workflows.inpaint import INPAINT
 from core.graph.workflows.refined import REFINED
@@ -106,7 +105,7 @@ def is_graph(found: Graph, shipped: Graph, names: Mapping[str, str] = NAMES) -> 
 def test_figure_7_is_the_shipped_graph() -> None:
     registered = read_workflows([EXAMPLES / "figure7.py"])
     (graph,) = registered.workflows
-    assert is_graph(graph, CONTROLLED_INPAINT)
+    assert is_graph(graph, CONTROLLED[INPAINT])
     assert graph.inputs == (Port("prompt", "text"), CONTROLS)
     assert graph.loras == {"style": 1.0}
     assert registered.classes == ()
@@ -218,7 +217,7 @@ def test_two_passes_beside_controlnets_are_the_shipped_graph() -> None:
     latents = w.generator(w.seed, w.image, w.mask, latents=Upscaler()(latents))
     latents = w.denoised(latents, prompt_embeds, lambda latents: net(latents, prompt_embeds, seen))
     w.workflow.add_output(w.vae(latents), name="picture")
-    assert is_graph(w.graph(), CONTROLLED_HIRES, OF_HIRES)
+    assert is_graph(w.graph(), CONTROLLED[HIRES], OF_HIRES)
 
 
 def test_a_second_pass_and_a_refiner() -> None:

@@ -11,8 +11,7 @@ from fakes import MODEL, FakeWorkers, apply, make_edit
 from benchmarks.simulation.machine import FrozenCosts
 from core.config import SchedulerConfig
 from core.graph.work import Work
-from core.messages.engine import EngineRequest, Failed, Finished
-from core.scheduling.endings import Output
+from core.messages.engine import EngineRequest, Failed, Finished, Output
 from core.scheduling.scheduler import StepScheduler
 
 STEP, TOKENS = 0.1, 280

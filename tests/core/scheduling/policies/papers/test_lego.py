@@ -21,9 +21,8 @@ from benchmarks.simulation.model_ranks import ModelRanks, Poison
 from core.config import SchedulerConfig
 from core.costs.cost_model import CostModel
 from core.handles import LoadedComponent, ModelKey, RankIds
-from core.messages.engine import Failed, Finished
+from core.messages.engine import Failed, Finished, Output
 from core.messages.worker import Batch, ItemResult
-from core.scheduling.endings import Output
 from core.scheduling.policies import make_policy
 
 NUMBERS = msgspec.structs.replace(Numbers.read(), most_rounds=2, node_seconds=1e-4)

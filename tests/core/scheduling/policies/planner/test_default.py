@@ -26,9 +26,8 @@ from core.costs.useful_degree import useful_degree
 from core.failure import Failure
 from core.graph.work import Work
 from core.handles import LoadedComponent, ModelKey
-from core.messages.engine import EngineRequest, Finished
+from core.messages.engine import EngineRequest, Finished, Output
 from core.messages.worker import Batch, BatchResult, CostSample, StepPlan, Transfer
-from core.scheduling.endings import Output
 from core.scheduling.policies.buddies import Buddies
 from core.scheduling.policies.planner.default import Default
 from core.scheduling.policies.planner.predictions import OVERTAKEN

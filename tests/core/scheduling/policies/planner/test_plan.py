@@ -21,9 +21,8 @@ from core.config import OnLate, SchedulerConfig, SchedulingPolicyName
 from core.costs.latency_table import LatencyTable
 from core.costs.profile import Profile
 from core.graph.work import Work
-from core.messages.engine import EngineRequest, Failed, Finished
+from core.messages.engine import EngineRequest, Failed, Finished, Output
 from core.messages.worker import Batch, ItemResult
-from core.scheduling.endings import Output
 from core.scheduling.policies.planner.plan import Plan, Planner
 from core.scheduling.reports.slowness import MOST
 from core.scheduling.requests.request import SUSPECT_DEATHS, Request
