@@ -33,14 +33,17 @@ from malformed_comfy_graphs import malformed
 from real_server import until
 
 from core.errors import InvalidImageError, OverloadedError, RunError
+from core.model_choice import ModelChoice
+from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.upload import KeptUpload
 from entrypoints.comfy_api import jobs as jobs_module
 from entrypoints.comfy_api import sockets as sockets_module
-from entrypoints.comfy_api.files import Files
-from entrypoints.comfy_api.graph_edits import ReadGraph
+from entrypoints.comfy_api.files import FileName, Files, StoredFile
+from entrypoints.comfy_api.graph_edits import ReadGraph, check_loaded
 from entrypoints.comfy_api.history import History
 from entrypoints.comfy_api.job import Job
 from entrypoints.comfy_api.jobs import Jobs
+from entrypoints.comfy_api.owned_store import StoreLimits
 from entrypoints.comfy_api.prompt import Prompt
 from entrypoints.comfy_api.sockets import Socket, Sockets
 from entrypoints.openai.app import ServerSettings, create_app
@@ -217,6 +220,37 @@ async def test_uploads_are_pictures_and_masks_of_prompts() -> None:
         await history_of(client, await queue(client, masked()))
         assert engine.files == {"image": PNG + b"person", "mask": PNG + b"drawn"}
         assert engine.last.mask_kind == "alpha"
+
+
+@pytest.mark.parametrize("name", ["person.png", "other.png"])
+async def test_all_pictures_of_a_graph_are_made_of_the_same_upload(name: str) -> None:
+    """Where it is replaced while the first one is admitted, and where another upload pushes it out."""
+    files, read = Files(StoreLimits(1, 1000, 1, 1000)), list[bytes]()
+
+    class Engine(FakeEngine):
+        @asynccontextmanager
+        async def edit(
+            self, request_id: str, edit: EditInput, choice: ModelChoice
+        ) -> AsyncIterator[AsyncIterator[ImageOutput]]:
+            async with super().edit(request_id, edit, choice) as outputs:
+                read.append(self.files["image"])
+                files.put("", FileName(name, "", "input"), StoredFile(KeptUpload([PNG + b"new"])))
+                yield outputs
+
+    draft = Draft()
+    denoiser, clip, vae = draft.checkpoint("sd")
+    told = draft.texts(clip)
+    latents = draft.add("VAEEncode", pixels=draft.add("LoadImage", image="person.png"), vae=vae)
+    for seed in (1, 2):
+        draft.saved(draft.sampled(denoiser, told, latents, seed=seed, denoise=0.5), vae)
+    prompt = Prompt.of(json.dumps({"prompt": draft.nodes}))
+    graph, engine = ReadGraph.of(prompt.graph), Engine(engine_of().models["sd"])
+    files.put("", FileName("person.png", "", "input"), StoredFile(KeptUpload([PNG + b"old"])))
+    loaded = check_loaded(graph, files, "")
+    jobs = Jobs(engine, files, History(), Sockets(), lambda *_: None)  # type: ignore[arg-type]
+    await jobs.admit(Job("", prompt, 0, graph, loaded))
+    await until(lambda: not jobs.num_left(""))
+    assert read == [PNG + b"old"] * 2
 
 
 async def test_an_upload_replaces_only_what_it_may() -> None:
