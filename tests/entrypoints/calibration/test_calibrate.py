@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import ExifTags, Image
 
 from core.errors import ConfigError
 from core.model_info import ModelInfo
@@ -33,6 +34,7 @@ from entrypoints.calibration.search import (
     schedules,
     search_steps,
 )
+from entrypoints.pictures import encode_picture
 
 STEPS = 8
 MODEL = ModelInfo(
@@ -372,6 +374,28 @@ def test_a_mask_with_alpha_is_transparent_where_to_edit(folder: Path) -> None:
     sample = make_samples(find_images(folder), ["p"], 1, MODEL)[0]
     assert sample.mask[:16, :32].all()
     assert sample.mask.sum() == 16 * 32
+
+
+@pytest.mark.parametrize("kind", ["jpg", "webp"])
+def test_photos_are_turned_upright_as_edits_turn_them(tmp_path: Path, kind: str) -> None:
+    """Their masks are drawn on what is seen."""
+    exif, seen = Image.Exif(), Image.new("RGB", (128, 256), "black")
+    exif[ExifTags.Base.Orientation] = 6  # turn it by 90 degrees clockwise
+    seen.paste("white", (0, 0, 128, 64))
+    seen.transpose(Image.Transpose.ROTATE_90).save(tmp_path / f"a.{kind}", exif=exif)
+    seen.save(tmp_path / "a_mask.png")
+    sample = make_samples(find_images(tmp_path), ["p"], 1, MODEL)[0]
+    edit = sample.as_edit()
+    assert edit.image is not None
+    assert not Image.open(io.BytesIO(encode_picture(edit.image, "image"))).getexif()
+    assert sample.image.size == sample.mask.shape[::-1]
+    np.testing.assert_array_equal(np.asarray(sample.image.convert("L")) >= 128, sample.mask)
+
+
+def test_a_picture_with_nonsense_as_its_exif_data_is_taken_as_it_is(tmp_path: Path) -> None:
+    Image.new("RGB", (128, 64)).save(tmp_path / "a.png", exif=b"Exif\0\0nonsense")
+    width, height = make_samples(find_images(tmp_path), ["p"], 1, MODEL)[0].image.size
+    assert width > height
 
 
 @pytest.mark.parametrize(
