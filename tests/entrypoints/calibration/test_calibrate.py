@@ -7,14 +7,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from cache_kit import SCHEME
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
 from core.errors import ConfigError
 from core.model_info import ModelInfo
+from core.sampling_params import SamplingParams
 from entrypoints.calibrate import main
 from entrypoints.calibration.samples import find_images, make_samples, random_box
 from entrypoints.calibration.search import (
@@ -34,6 +37,8 @@ from entrypoints.calibration.search import (
     schedules,
     search_steps,
 )
+from entrypoints.calibration.trials import Trials
+from entrypoints.image_engine import Edit, EditResult
 from entrypoints.pictures import encode_picture
 
 STEPS = 8
@@ -324,6 +329,26 @@ def test_own_pages_for_all_are_chosen_where_that_costs_less() -> None:
 def test_without_a_close_schedule_every_step_is_needed() -> None:
     found = search_some(Checkpoint(lambda setting: 0.9 if setting.computed else 0.97))
     assert found.setting.computed is None or not found.reaches(0.96)
+
+
+class NoEngine:
+    """Of a server that is asked for no edits."""
+
+    model = msgspec.structs.replace(MODEL, page_scheme=SCHEME)
+
+    def generate(self, edits: list[Edit], params: list[SamplingParams], *, use_tqdm: bool) -> list[EditResult]:
+        assert edits == params == []
+        return []
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+@pytest.mark.parametrize("before", [3, STEPS])
+def test_of_few_steps_all_are_needed(num_steps: int, before: int) -> None:
+    with Trials(lambda keyframes, dtype: NoEngine(), before, lambda line: None) as trials:  # type: ignore[arg-type,return-value]
+        assert trials.search_steps(CHEAPEST, num_steps, 0.96) is None
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=60), st.integers(1, 10), st.integers(1, 5))
