@@ -18,6 +18,7 @@ from PIL import ExifTags, Image
 from core.errors import ConfigError
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
+from entrypoints import calibrate
 from entrypoints.calibrate import main
 from entrypoints.calibration.samples import find_images, make_samples, random_box
 from entrypoints.calibration.search import (
@@ -461,8 +462,29 @@ def test_a_wrong_command_is_one_line_with_the_remedy(
     (folder / "empty").mkdir()
     (folder / "blank.txt").write_text("\n\n")
     assert main([argument.format(folder=folder) for argument in arguments]) == 1
+    assert words in one_line_of(capsys)
+
+
+@pytest.mark.parametrize(("output", "words"), [("none/c.json", "its folder does not exist"), (".", "it is a folder")])
+@pytest.mark.parametrize("arguments", [["--images", "{folder}", "--prompt", "p"], ["--skip-levels"]])
+def test_where_nothing_can_be_written_nothing_is_measured(
+    folder: Path,
+    arguments: list[str],
+    output: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibrate, "ImageEngine", None)  # it would take minutes
+    told = [*(argument.format(folder=folder) for argument in arguments), "--output", str(folder / output)]
+    assert main(told) == 1
+    assert words in one_line_of(capsys)
+
+
+def one_line_of(capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command that failed has said."""
     out, error = capsys.readouterr()
     assert out == ""
     assert error.startswith("error: ")
-    assert words in error
     assert error.count("\n") == 1
+    return error
