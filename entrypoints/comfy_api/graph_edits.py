@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from core.config import ModelConfig
 from core.errors import InvalidRequestError, WorkflowError
 from core.graph.workflow import Workflow
 from core.lora import Lora
@@ -24,6 +23,7 @@ from entrypoints.workflows.comfy.composition import Composition
 from entrypoints.workflows.comfy.composition_reader import read_picture
 from entrypoints.workflows.comfy.graph import Node
 from entrypoints.workflows.comfy.graph_reader import read_graph
+from entrypoints.workflows.comfy.model_scheduler import ModelScheduler
 from entrypoints.workflows.comfy.results import all_results
 from entrypoints.workflows.comfy.served_graph import check_samplers, check_served
 
@@ -108,7 +108,9 @@ class GraphEdits:
     """Makes edits for the models that an engine serves."""
 
     def __init__(self, engine: AsyncEngine) -> None:
+        """Reads the schedulers of the models that the server starts with; later a disk that hangs would stop it."""
         self._engine = engine
+        self._schedulers = {model.name: ModelScheduler.read(model) for model in engine.config.engine.models}
 
     def call(
         self, edit: GraphEdit, loaded: Mapping[str, StoredFile], owner: str, *, shows_previews: bool
@@ -149,14 +151,10 @@ class GraphEdits:
         refiner = base.roles.get("refiner")
         if composition.refiner is not None:
             check_served(composition.refiner, [refiner] if refiner else [], f"refiner of {base.name}")
-        config, other = self._config(base.name), self._config(refiner) if refiner else None
-        if config is not None:
-            check_samplers(composition, config, other)
+        if (scheduler := self._schedulers.get(base.name)) is not None:
+            check_samplers(composition, scheduler, self._schedulers.get(refiner or ""))
         loras = tuple(Lora(name, scale) for name, scale in composition.loras.items())
         return self._engine.choose_model(base.name, loras)
-
-    def _config(self, name: str) -> ModelConfig | None:
-        return next((each for each in self._engine.config.engine.models if each.name == name), None)
 
 
 def _submission(composition: Composition, loaded: Mapping[str, StoredFile]) -> tuple[Submission, MaskKind]:

@@ -8,6 +8,7 @@ import struct
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -32,6 +33,7 @@ from fake_engine import MODEL, FakeEngine
 from malformed_comfy_graphs import malformed
 from real_server import until
 
+from core.config import EngineConfig, ModelConfig, StencilConfig
 from core.errors import InvalidImageError, OverloadedError, RunError
 from core.model_choice import ModelChoice
 from engine.client.edit_types import EditInput, ImageOutput
@@ -371,6 +373,19 @@ async def test_what_is_not_served_is_refused_by_node(graph: GraphText, problem: 
     assert problem in message
     assert len(nodes) == ("node " in problem or "input " in problem)
     assert engine.edits == []
+
+
+async def test_schedulers_are_read_at_the_start_alone(tmp_path: Path) -> None:
+    """Else a disk that hangs would stop the server."""
+    engine, file = engine_of(), tmp_path / "scheduler" / "scheduler_config.json"
+    model = ModelConfig(model=str(tmp_path), served_model_name="sd")
+    engine.config = StencilConfig(engine=EngineConfig(models=(model,)))
+    file.parent.mkdir()
+    file.write_text('{"_class_name": "PNDMScheduler"}')
+    async with serving(engine) as client:
+        file.unlink()
+        message, _ = refused(await client.post("/prompt", json={"prompt": txt2img()}))
+    assert "input sampler_name: sd cannot do that: sampler euler is EulerDiscreteScheduler" in message
 
 
 async def test_a_prefix_stays_in_its_folder() -> None:
