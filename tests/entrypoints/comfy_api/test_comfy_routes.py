@@ -36,6 +36,7 @@ from real_server import until
 from core.config import EngineConfig, ModelConfig, StencilConfig
 from core.errors import InvalidImageError, OverloadedError, RunError
 from core.model_choice import ModelChoice
+from core.sampling_params import MAX_IMAGES
 from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.upload import KeptUpload
 from entrypoints.comfy_api import jobs as jobs_module
@@ -178,13 +179,17 @@ async def test_a_prompt_makes_as_many_pictures_as_a_request_may() -> None:
     assert "it makes 11 pictures, and may 10" in refused(answer)[0]
 
 
-async def test_seeds_may_have_64_bits() -> None:
-    engine = engine_of()
+@pytest.mark.parametrize("seed", [2**63 - 1, 2**64 - 5, 2**64 - 1])
+async def test_seeds_may_have_64_bits(seed: int) -> None:
+    """Also those of the largest batch."""
+    engine, graph = engine_of(), txt2img(seed=seed)
+    graph["6"]["inputs"]["batch_size"] = MAX_IMAGES
     async with serving(engine) as client:
-        await history_of(client, await queue(client, txt2img(seed=2**64 - 5)))
-    seed = engine.last.sampling.seed
-    assert seed == 2**63 - 5
-    noise = [torch.randn(9, generator=torch.Generator().manual_seed(each)) for each in (seed, 2**64 - 5)]
+        await history_of(client, await queue(client, graph))
+    sampling = engine.last.sampling
+    assert sampling.seed is not None
+    assert sampling.n == MAX_IMAGES
+    noise = [torch.randn(9, generator=torch.Generator().manual_seed(each)) for each in (sampling.seed, seed)]
     assert torch.equal(*noise)
 
 
