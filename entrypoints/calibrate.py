@@ -31,6 +31,7 @@ from entrypoints.calibration.search import Setting, Trial, describe_full_steps
 from entrypoints.calibration.skip_levels import STATE_BYTES, StartEngine, measure_skip_levels
 from entrypoints.calibration.trials import Trials
 from entrypoints.image_engine import ImageEngine
+from entrypoints.written_place import check_place
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "person.png"
 EXAMPLE_PROMPTS = ("a red striped shirt", "a blue plain sweater", "a green checked coat", "a yellow dotted shirt")
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ImageEngine(args.model, **how, approximate_cache_bytes=STATE_BYTES, skip_levels=levels)
 
     try:
+        if args.output is not None:
+            check_place(args.output)
         if args.skip_levels:
             return _add_skip_levels(args, start_with_states)
         images, prompts = _images(args), _prompts(args)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from core.sampling_params import SamplingParams
 from entrypoints.class_inputs import ClassInput, class_inputs
 from entrypoints.image_engine import Edit, EditResult, ImageEngine
 from entrypoints.workflow_command import given_inputs, places_of, read_workflow
+from entrypoints.written_place import check_place
 
 _WITH_ALPHA, _WITHOUT_ALPHA = (".png", ".webp"), (".jpg", ".jpeg")
 _OF_ALL = ("workflow", "input", "output", "model", "dtype", "device")
@@ -71,7 +71,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str,
         asked = _edit_of(args, inputs)
     places = places_of(workflow, args.output)
     for path in places.values():
-        _check_place(path) if path.suffix == ".npy" else _check_picture(path)
+        check_place(path) if path.suffix == ".npy" else _check_picture(path)
     result = _made(args, asked, workflow, classes)
     values = {**result.values, **({} if is_alone else {"picture": result.images[0]})}
     for name, path in places.items():
@@ -145,15 +145,7 @@ def _check_picture(path: Path) -> None:
     """Raises ValueError or OSError if no picture can be written to `path`; asked first, as an edit may take minutes."""
     if path.suffix.lower() not in (*_WITH_ALPHA, *_WITHOUT_ALPHA):
         raise ValueError(f"cannot write '{path}': its name must end in .png, .webp, .jpg or .jpeg")
-    _check_place(path)
-
-
-def _check_place(path: Path) -> None:
-    """Raises ValueError or OSError if `path` cannot be written."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"cannot write '{path}': {'it is a folder' if path.is_dir() else 'its folder does not exist'}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise PermissionError(f"cannot write '{path}': permission denied")
+    check_place(path)
 
 
 def _write(value: object, path: Path) -> None:

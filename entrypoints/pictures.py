@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps
 
 from core.errors import InvalidImageError, InvalidRequestError
 
@@ -95,6 +95,17 @@ def _read(path: Path, name: str) -> bytes:
     except (OSError, ValueError) as error:  # ValueError: the path contains a null byte
         reason = error.strerror if isinstance(error, OSError) else error
         raise InvalidRequestError(f"Cannot read {str(path)!r}: {reason}.", param=name) from error
+
+
+def upright(picture: Image.Image) -> Image.Image:
+    """An opened picture, turned as its EXIF orientation says; unchanged if its EXIF data cannot be parsed. Raises
+    OSError for a damaged file.
+    """
+    picture.load()
+    try:
+        return ImageOps.exif_transpose(picture)
+    except _PILLOW_ERRORS:
+        return picture
 
 
 def decode_picture(data: bytes) -> Image.Image:

@@ -19,6 +19,7 @@ from core.errors import ConfigError
 from core.model_info import ModelInfo
 from engine.images.image_ops import generation_size
 from entrypoints.image_engine import Edit
+from entrypoints.pictures import upright
 
 SUFFIXES = frozenset({".png", ".webp", ".jpg", ".jpeg"})
 MASK_ENDING = "_mask"
@@ -61,7 +62,8 @@ def make_samples(images: Sequence[Path], prompts: Sequence[str], number: int, mo
 
 
 def _sample(path: Path, prompt: str, seed: int, model: ModelInfo) -> Sample:
-    with Image.open(path) as picture:
+    with Image.open(path) as file:
+        picture = upright(file)
         size = generation_size(*picture.size, model.native_size, model.token_size, model.max_side)
         image = picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
         mask_path = path.with_name(f"{path.stem}{MASK_ENDING}.png")
@@ -70,8 +72,11 @@ def _sample(path: Path, prompt: str, seed: int, model: ModelInfo) -> Sample:
 
 
 def _read_mask(path: Path, image_size: tuple[int, int], size: tuple[int, int]) -> Mask:
-    """A mask file, resized to `size`. With an alpha channel, transparent = edit; without, white = edit."""
-    with Image.open(path) as picture:
+    """A mask file, resized to `size`. With an alpha channel, transparent = edit; without, white = edit. image_size: of
+    the image when it is upright.
+    """
+    with Image.open(path) as file:
+        picture = upright(file)
         if picture.size != image_size:
             raise ConfigError(f"{path} is {picture.size}, its image {image_size}: give a mask of the image's size")
         has_alpha = "A" in picture.getbands()

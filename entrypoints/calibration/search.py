@@ -255,7 +255,8 @@ class CacheSearch(Search):
 
 @dataclass(frozen=True)
 class StepSearch(Search):
-    """Over the steps that are computed, and full ones among them; all else is as in `found`.
+    """Over the steps that are computed, and full ones among them; all else is as in `found`. Needs a schedule that
+    leaves steps out, see `schedules`.
 
     The schedule is made denser until the mask classes without full steps in `found` reach the target without them.
     Where all steps of small masks are cheap, that costs less than full steps for all.

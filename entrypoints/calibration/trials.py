@@ -11,7 +11,16 @@ import numpy.typing as npt
 from core.errors import ConfigError
 from core.sampling_params import SamplingParams
 from entrypoints.calibration.samples import Sample
-from entrypoints.calibration.search import CHEAPEST, CacheSearch, ClassTrial, Setting, Trial, by_size, search_steps
+from entrypoints.calibration.search import (
+    CHEAPEST,
+    CacheSearch,
+    ClassTrial,
+    Setting,
+    Trial,
+    by_size,
+    schedules,
+    search_steps,
+)
 from entrypoints.calibration.similarity import ssim_in_box
 from entrypoints.image_engine import EditResult, ImageEngine
 
@@ -72,12 +81,14 @@ class Trials:
 
     def search_steps(self, found: Setting, num_inference_steps: int, target: float) -> Trial | None:
         """The result of the steps to compute of edits with this number of steps, see `search.search_steps`; None if all
-        are needed. found: by `search`, which must have been called.
+        are needed, as of so few that no schedule leaves one out. found: by `search`, which must have been called.
         """
         if num_inference_steps != self.num_inference_steps:
             self._steps = num_inference_steps
             self._known.clear()
             self._run_exact(found)
+        if not schedules(self.num_steps):
+            return None
         trial = search_steps(self._measure, self.num_steps, target, found)
         return trial if trial.setting.computed is not None and trial.reaches(target) else None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from core.config import ModelConfig
 from core.errors import InvalidRequestError, WorkflowError
 from core.graph.workflow import Workflow
 from core.lora import Lora
@@ -24,6 +23,7 @@ from entrypoints.workflows.comfy.composition import Composition
 from entrypoints.workflows.comfy.composition_reader import read_picture
 from entrypoints.workflows.comfy.graph import Node
 from entrypoints.workflows.comfy.graph_reader import read_graph
+from entrypoints.workflows.comfy.model_scheduler import ModelScheduler
 from entrypoints.workflows.comfy.results import all_results
 from entrypoints.workflows.comfy.served_graph import check_samplers, check_served
 
@@ -87,17 +87,40 @@ def _check_prefix(node: Node) -> None:
         raise node.error(str(error), "filename_prefix") from error
 
 
+def check_loaded(read: ReadGraph, files: Files, owner: str) -> dict[str, StoredFile]:
+    """Node that loads a picture -> the file. Raises WorkflowError for a file that is not there."""
+    return {id_: _file(node, files, owner) for id_, node in read.nodes.items() if node.kind.startswith("LoadImage")}
+
+
+def _file(node: Node, files: Files, owner: str) -> StoredFile:
+    """What a LoadImage or LoadImageMask loads. Raises WorkflowError."""
+    try:
+        name = FileName.of_input(str(node.values["image"]))
+    except InvalidRequestError as error:
+        raise node.error(str(error), "image") from error
+    found = files.find(owner, name)
+    if found is None:
+        raise node.error(f"there is no file {name.name!r} in {name.folder}; upload it", "image")
+    return found
+
+
 class GraphEdits:
     """Makes edits for the models that an engine serves."""
 
-    def __init__(self, engine: AsyncEngine, files: Files) -> None:
-        self._engine, self._files = engine, files
+    def __init__(self, engine: AsyncEngine) -> None:
+        """Reads the schedulers of the models that the server starts with; later a disk that hangs would stop it."""
+        self._engine = engine
+        self._schedulers = {model.name: ModelScheduler.read(model) for model in engine.config.engine.models}
 
-    def call(self, edit: GraphEdit, owner: str, *, shows_previews: bool) -> tuple[ModelChoice, EditInput]:
-        """Who makes a picture, and of what. Raises WorkflowError that names node and input, InvalidRequestError."""
+    def call(
+        self, edit: GraphEdit, loaded: Mapping[str, StoredFile], owner: str, *, shows_previews: bool
+    ) -> tuple[ModelChoice, EditInput]:
+        """Who makes a picture, and of what. loaded: of `check_loaded`. Raises WorkflowError that names node and input,
+        InvalidRequestError.
+        """
         composition = edit.composition
         choice = self._choice(composition)
-        submission, kind = self._submission(composition, owner)
+        submission, kind = _submission(composition, loaded)
         is_edit = composition.picture is not None
         operation: Operation = "image_edit" if is_edit else "image_generation"
         made = build_call(operation, submission, choice, owner, defaults_of(edit.workflow)).edit
@@ -110,10 +133,6 @@ class GraphEdits:
             base64=False,
             partial_images=min(MOST_PREVIEWS, steps - 1) if shows_previews else 0,
         )
-
-    def check_loaded(self, read: ReadGraph, owner: str) -> dict[str, StoredFile]:
-        """Node that loads a picture -> the file. Raises WorkflowError for a file that is not there."""
-        return {id_: self._file(node, owner) for id_, node in read.nodes.items() if node.kind.startswith("LoadImage")}
 
     def _choice(self, composition: Composition) -> ModelChoice:
         """The model with its adapters. Raises WorkflowError that names the node for what is not served."""
@@ -132,51 +151,35 @@ class GraphEdits:
         refiner = base.roles.get("refiner")
         if composition.refiner is not None:
             check_served(composition.refiner, [refiner] if refiner else [], f"refiner of {base.name}")
-        config, other = self._config(base.name), self._config(refiner) if refiner else None
-        if config is not None:
-            check_samplers(composition, config, other)
+        if (scheduler := self._schedulers.get(base.name)) is not None:
+            check_samplers(composition, scheduler, self._schedulers.get(refiner or ""))
         loras = tuple(Lora(name, scale) for name, scale in composition.loras.items())
         return self._engine.choose_model(base.name, loras)
 
-    def _config(self, name: str) -> ModelConfig | None:
-        return next((each for each in self._engine.config.engine.models if each.name == name), None)
 
-    def _submission(self, composition: Composition, owner: str) -> tuple[Submission, MaskKind]:
-        """What a request would give of a graph, and what its mask is. Raises WorkflowError for a file that is not
-        there.
-        """
-        given: dict[str, Value] = {"n": composition.number}
-        if "prompt" not in composition.defaults:
-            given["prompt"] = "-"  # requests must say one; replaced by the empty text
-        submission = Submission(values=given)
-        for number, control in enumerate(composition.controls):
-            submission.controls[f"control_image[{number}]"] = self._file(control.picture, owner)
-        if composition.picture is None:
-            return submission, "none"
-        picture = self._file(composition.picture, owner)
-        submission.uploads["image"] = picture
-        if composition.mask is None:
-            return submission, "none"
-        mask = self._file(composition.mask, owner)
-        channel = str(composition.mask.values.get("channel", "alpha"))
-        if channel != "alpha":
-            submission.uploads["mask_image"] = mask
-            return submission, _CHANNELS[channel]
-        if mask is picture and mask.mask is None:
-            return submission, "own"
-        submission.uploads["mask"] = mask.mask or mask
-        return submission, "alpha"
-
-    def _file(self, node: Node, owner: str) -> StoredFile:
-        """What a LoadImage or LoadImageMask loads. Raises WorkflowError."""
-        try:
-            name = FileName.of_input(str(node.values["image"]))
-        except InvalidRequestError as error:
-            raise node.error(str(error), "image") from error
-        found = self._files.find(owner, name)
-        if found is None:
-            raise node.error(f"there is no file {name.name!r} in {name.folder}; upload it", "image")
-        return found
+def _submission(composition: Composition, loaded: Mapping[str, StoredFile]) -> tuple[Submission, MaskKind]:
+    """What a request would give of a graph, and what its mask is."""
+    given: dict[str, Value] = {"n": composition.number}
+    if "prompt" not in composition.defaults:
+        given["prompt"] = "-"  # requests must say one; replaced by the empty text
+    submission = Submission(values=given)
+    for number, control in enumerate(composition.controls):
+        submission.controls[f"control_image[{number}]"] = loaded[control.picture.id]
+    if composition.picture is None:
+        return submission, "none"
+    picture = loaded[composition.picture.id]
+    submission.uploads["image"] = picture
+    if composition.mask is None:
+        return submission, "none"
+    mask = loaded[composition.mask.id]
+    channel = str(composition.mask.values.get("channel", "alpha"))
+    if channel != "alpha":
+        submission.uploads["mask_image"] = mask
+        return submission, _CHANNELS[channel]
+    if mask is picture and mask.mask is None:
+        return submission, "own"
+    submission.uploads["mask"] = mask.mask or mask
+    return submission, "alpha"
 
 
 def at_fault(edit: GraphEdit, error: InvalidRequestError) -> WorkflowError:

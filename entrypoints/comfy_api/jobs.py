@@ -46,7 +46,7 @@ class Jobs:
         """note_owner: is told of each edit that is admitted (request id, owner)."""
         self._engine, self._files, self._history, self._sockets = engine, files, history, sockets
         self._note_owner = note_owner
-        self._edits = GraphEdits(engine, files)
+        self._edits = GraphEdits(engine)
         self._tasks: dict[Job, asyncio.Task[None]] = {}
 
     # ---------------------------------------------------------------------------------- the queue
@@ -140,7 +140,7 @@ class Jobs:
         job.request_ids.append(request_id)
         async with AsyncExitStack() as stack:
             try:
-                choice, asked = self._edits.call(edit, job.owner, shows_previews=job.prompt.shows_previews)
+                choice, asked = self._edits.call(edit, job.loaded, job.owner, shows_previews=job.prompt.shows_previews)
                 choice = await stack.enter_async_context(self._engine.bring_workflow(choice, edit.workflow))
                 outputs = await stack.enter_async_context(self._engine.edit(request_id, asked, choice))
             except InvalidRequestError as error:

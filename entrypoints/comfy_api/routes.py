@@ -16,7 +16,7 @@ from core.errors import InvalidRequestError, StencilError
 from engine.client.async_engine import AsyncEngine
 from entrypoints.comfy_api.comfy_route import ComfyRoute
 from entrypoints.comfy_api.files import Files
-from entrypoints.comfy_api.graph_edits import GraphEdits, ReadGraph
+from entrypoints.comfy_api.graph_edits import ReadGraph, check_loaded
 from entrypoints.comfy_api.history import History
 from entrypoints.comfy_api.job import Job
 from entrypoints.comfy_api.jobs import Jobs
@@ -54,7 +54,7 @@ def comfy_router(engine: AsyncEngine, places: UploadSlots, owners: RequestOwners
     jobs = Jobs(engine, files, history, sockets, owners.note)
     whole = APIRouter(route_class=ComfyRoute, include_in_schema=False)
     for part in (
-        _prompt_router(engine, jobs, GraphEdits(engine, files), places),
+        _prompt_router(engine, jobs, files, places),
         _history_router(history),
         _queue_router(jobs),
         _facts_router(engine, files),
@@ -66,7 +66,7 @@ def comfy_router(engine: AsyncEngine, places: UploadSlots, owners: RequestOwners
     return whole
 
 
-def _prompt_router(engine: AsyncEngine, jobs: Jobs, edits: GraphEdits, places: UploadSlots) -> APIRouter:
+def _prompt_router(engine: AsyncEngine, jobs: Jobs, files: Files, places: UploadSlots) -> APIRouter:
     router, numbers = APIRouter(route_class=ComfyRoute), count()
 
     @router.get("/prompt")
@@ -85,7 +85,7 @@ def _prompt_router(engine: AsyncEngine, jobs: Jobs, edits: GraphEdits, places: U
         try:
             read = await asyncio.to_thread(ReadGraph.of, prompt.graph)
             number = next(numbers) if prompt.number is None else prompt.number
-            job = Job(owner, prompt, -number if prompt.front else number, read, edits.check_loaded(read, owner))
+            job = Job(owner, prompt, -number if prompt.front else number, read, check_loaded(read, files, owner))
             if any(prompt.prompt_id == other.id for group in jobs.of(owner) for other in group):
                 message = f"Invalid 'prompt_id': {prompt.prompt_id} is in the queue already."
                 raise InvalidRequestError(message, param="prompt_id")

@@ -6,13 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
-from core.sampling_params import MAX_INFERENCE_STEPS, MAX_SEED
+from core.sampling_params import MAX_INFERENCE_STEPS
 from entrypoints.workflows.comfy.composition import Pass
 from entrypoints.workflows.comfy.graph import Node
 from entrypoints.workflows.comfy.sampler_names import levels_of
 
 FULL = 0.9999
 """From this denoise on, a KSampler runs the whole schedule."""
+
+SEED_BITS = 2**62 - 1
+"""What is kept of a seed of 64 bits. Requests have none above MAX_SEED, 2**63 - 1, and with n pictures it must be n - 1
+below that, also where a batch has one seed. A generator of the CPU reads the 32 lowest bits alone.
+"""
 
 
 def read_passes(samplers: Sequence[Node], *, is_empty: bool, refines: Sequence[bool]) -> tuple[Pass, ...]:
@@ -87,5 +92,4 @@ def _pass(node: Node, steps: int, total: int) -> Pass:
     """The last steps of all."""
     seed = int(node.values["seed" if node.kind == "KSampler" else "noise_seed"])
     sampler, schedule = str(node.values["sampler_name"]), str(node.values["scheduler"])
-    # Requests have no seeds above MAX_SEED, but a generator of the CPU reads the 32 lowest bits alone.
-    return Pass(node, total, steps, seed & MAX_SEED, sampler, schedule)
+    return Pass(node, total, steps, seed & SEED_BITS, sampler, schedule)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -17,7 +14,7 @@ from core.graph.workflow import Workflow
 from entrypoints.workflows.comfy.composition import Composition, Named
 from entrypoints.workflows.comfy.graph import shown
 from entrypoints.workflows.comfy.graph_file import GraphFile
-from entrypoints.workflows.comfy.sampler_names import why_not
+from entrypoints.workflows.comfy.model_scheduler import ModelScheduler
 
 
 def with_graphs(engine: EngineConfig, files: Sequence[GraphFile]) -> EngineConfig:
@@ -62,7 +59,8 @@ class ServedGraph:
             if composition.refiner is not None:
                 check_served(composition.refiner, known, "model")
                 refiner = composition.refiner.name
-            check_samplers(composition, base, next((each for each in self.models if each.name == refiner), None))
+            second = next((ModelScheduler.read(each) for each in self.models if each.name == refiner), None)
+            check_samplers(composition, ModelScheduler.read(base), second)
         return msgspec.structs.replace(
             base,
             served_model_name=name,
@@ -104,19 +102,9 @@ def check_served(named: Named, known: Collection[str], what: str) -> None:
         raise named.node.error(problem, named.input)
 
 
-def check_samplers(composition: Composition, base: ModelConfig, refiner: ModelConfig | None) -> None:
+def check_samplers(composition: Composition, base: ModelScheduler, refiner: ModelScheduler | None) -> None:
     """Raises WorkflowError for a sampler that the models' schedulers do not do, as far as their files are here."""
     for each in composition.passes:
-        model = refiner if each.is_refiner and refiner is not None else base
-        config = _scheduler_of(model)
-        if config is not None and (problem := why_not(config, each.sampler, each.schedule)):
-            raise each.node.error(f"{model.name} cannot do that: {problem}", "sampler_name")
-
-
-def _scheduler_of(model: ModelConfig) -> Mapping[str, Any] | None:
-    """What its scheduler_config.json says; None: it is not in a directory here, or cannot be read, as loading says."""
-    try:
-        read = json.loads((Path(model.model) / "scheduler" / "scheduler_config.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return read if isinstance(read, dict) else None
+        scheduler = refiner if each.is_refiner and refiner is not None else base
+        if problem := scheduler.why_not(each.sampler, each.schedule):
+            raise each.node.error(f"{scheduler.model} cannot do that: {problem}", "sampler_name")

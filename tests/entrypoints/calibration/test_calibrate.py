@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from cache_kit import SCHEME
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import ExifTags, Image
 
 from core.errors import ConfigError
 from core.model_info import ModelInfo
+from core.sampling_params import SamplingParams
+from entrypoints import calibrate
 from entrypoints.calibrate import main
 from entrypoints.calibration.samples import find_images, make_samples, random_box
 from entrypoints.calibration.search import (
@@ -33,6 +38,9 @@ from entrypoints.calibration.search import (
     schedules,
     search_steps,
 )
+from entrypoints.calibration.trials import Trials
+from entrypoints.image_engine import Edit, EditResult
+from entrypoints.pictures import encode_picture
 
 STEPS = 8
 MODEL = ModelInfo(
@@ -324,6 +332,26 @@ def test_without_a_close_schedule_every_step_is_needed() -> None:
     assert found.setting.computed is None or not found.reaches(0.96)
 
 
+class NoEngine:
+    """Of a server that is asked for no edits."""
+
+    model = msgspec.structs.replace(MODEL, page_scheme=SCHEME)
+
+    def generate(self, edits: list[Edit], params: list[SamplingParams], *, use_tqdm: bool) -> list[EditResult]:
+        assert edits == params == []
+        return []
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+@pytest.mark.parametrize("before", [3, STEPS])
+def test_of_few_steps_all_are_needed(num_steps: int, before: int) -> None:
+    with Trials(lambda keyframes, dtype: NoEngine(), before, lambda line: None) as trials:  # type: ignore[arg-type,return-value]
+        assert trials.search_steps(CHEAPEST, num_steps, 0.96) is None
+
+
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=60), st.integers(1, 10), st.integers(1, 5))
 def test_classes_are_equal_parts_in_the_order_of_size(ratios: list[float], least: int, most: int) -> None:
     classes = by_size(ratios, least, most)
@@ -374,6 +402,28 @@ def test_a_mask_with_alpha_is_transparent_where_to_edit(folder: Path) -> None:
     assert sample.mask.sum() == 16 * 32
 
 
+@pytest.mark.parametrize("kind", ["jpg", "webp"])
+def test_photos_are_turned_upright_as_edits_turn_them(tmp_path: Path, kind: str) -> None:
+    """Their masks are drawn on what is seen."""
+    exif, seen = Image.Exif(), Image.new("RGB", (128, 256), "black")
+    exif[ExifTags.Base.Orientation] = 6  # turn it by 90 degrees clockwise
+    seen.paste("white", (0, 0, 128, 64))
+    seen.transpose(Image.Transpose.ROTATE_90).save(tmp_path / f"a.{kind}", exif=exif)
+    seen.save(tmp_path / "a_mask.png")
+    sample = make_samples(find_images(tmp_path), ["p"], 1, MODEL)[0]
+    edit = sample.as_edit()
+    assert edit.image is not None
+    assert not Image.open(io.BytesIO(encode_picture(edit.image, "image"))).getexif()
+    assert sample.image.size == sample.mask.shape[::-1]
+    np.testing.assert_array_equal(np.asarray(sample.image.convert("L")) >= 128, sample.mask)
+
+
+def test_a_picture_with_nonsense_as_its_exif_data_is_taken_as_it_is(tmp_path: Path) -> None:
+    Image.new("RGB", (128, 64)).save(tmp_path / "a.png", exif=b"Exif\0\0nonsense")
+    width, height = make_samples(find_images(tmp_path), ["p"], 1, MODEL)[0].image.size
+    assert width > height
+
+
 @pytest.mark.parametrize(
     ("size", "colour", "words"), [((64, 64), "white", "image's size"), ((128, 128), "black", "selects nothing")]
 )
@@ -412,8 +462,29 @@ def test_a_wrong_command_is_one_line_with_the_remedy(
     (folder / "empty").mkdir()
     (folder / "blank.txt").write_text("\n\n")
     assert main([argument.format(folder=folder) for argument in arguments]) == 1
+    assert words in one_line_of(capsys)
+
+
+@pytest.mark.parametrize(("output", "words"), [("none/c.json", "its folder does not exist"), (".", "it is a folder")])
+@pytest.mark.parametrize("arguments", [["--images", "{folder}", "--prompt", "p"], ["--skip-levels"]])
+def test_where_nothing_can_be_written_nothing_is_measured(
+    folder: Path,
+    arguments: list[str],
+    output: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibrate, "ImageEngine", None)  # it would take minutes
+    told = [*(argument.format(folder=folder) for argument in arguments), "--output", str(folder / output)]
+    assert main(told) == 1
+    assert words in one_line_of(capsys)
+
+
+def one_line_of(capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command that failed has said."""
     out, error = capsys.readouterr()
     assert out == ""
     assert error.startswith("error: ")
-    assert words in error
     assert error.count("\n") == 1
+    return error

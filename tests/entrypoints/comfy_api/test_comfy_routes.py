@@ -8,6 +8,7 @@ import struct
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -32,15 +33,20 @@ from fake_engine import MODEL, FakeEngine
 from malformed_comfy_graphs import malformed
 from real_server import until
 
+from core.config import EngineConfig, ModelConfig, StencilConfig
 from core.errors import InvalidImageError, OverloadedError, RunError
+from core.model_choice import ModelChoice
+from core.sampling_params import MAX_IMAGES
+from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.upload import KeptUpload
 from entrypoints.comfy_api import jobs as jobs_module
 from entrypoints.comfy_api import sockets as sockets_module
-from entrypoints.comfy_api.files import Files
-from entrypoints.comfy_api.graph_edits import ReadGraph
+from entrypoints.comfy_api.files import FileName, Files, StoredFile
+from entrypoints.comfy_api.graph_edits import ReadGraph, check_loaded
 from entrypoints.comfy_api.history import History
 from entrypoints.comfy_api.job import Job
 from entrypoints.comfy_api.jobs import Jobs
+from entrypoints.comfy_api.owned_store import StoreLimits
 from entrypoints.comfy_api.prompt import Prompt
 from entrypoints.comfy_api.sockets import Socket, Sockets
 from entrypoints.openai.app import ServerSettings, create_app
@@ -173,13 +179,17 @@ async def test_a_prompt_makes_as_many_pictures_as_a_request_may() -> None:
     assert "it makes 11 pictures, and may 10" in refused(answer)[0]
 
 
-async def test_seeds_may_have_64_bits() -> None:
-    engine = engine_of()
+@pytest.mark.parametrize("seed", [2**63 - 1, 2**64 - 5, 2**64 - 1])
+async def test_seeds_may_have_64_bits(seed: int) -> None:
+    """Also those of the largest batch."""
+    engine, graph = engine_of(), txt2img(seed=seed)
+    graph["6"]["inputs"]["batch_size"] = MAX_IMAGES
     async with serving(engine) as client:
-        await history_of(client, await queue(client, txt2img(seed=2**64 - 5)))
-    seed = engine.last.sampling.seed
-    assert seed == 2**63 - 5
-    noise = [torch.randn(9, generator=torch.Generator().manual_seed(each)) for each in (seed, 2**64 - 5)]
+        await history_of(client, await queue(client, graph))
+    sampling = engine.last.sampling
+    assert sampling.seed is not None
+    assert sampling.n == MAX_IMAGES
+    noise = [torch.randn(9, generator=torch.Generator().manual_seed(each)) for each in (sampling.seed, seed)]
     assert torch.equal(*noise)
 
 
@@ -217,6 +227,37 @@ async def test_uploads_are_pictures_and_masks_of_prompts() -> None:
         await history_of(client, await queue(client, masked()))
         assert engine.files == {"image": PNG + b"person", "mask": PNG + b"drawn"}
         assert engine.last.mask_kind == "alpha"
+
+
+@pytest.mark.parametrize("name", ["person.png", "other.png"])
+async def test_all_pictures_of_a_graph_are_made_of_the_same_upload(name: str) -> None:
+    """Where it is replaced while the first one is admitted, and where another upload pushes it out."""
+    files, read = Files(StoreLimits(1, 1000, 1, 1000)), list[bytes]()
+
+    class Engine(FakeEngine):
+        @asynccontextmanager
+        async def edit(
+            self, request_id: str, edit: EditInput, choice: ModelChoice
+        ) -> AsyncIterator[AsyncIterator[ImageOutput]]:
+            async with super().edit(request_id, edit, choice) as outputs:
+                read.append(self.files["image"])
+                files.put("", FileName(name, "", "input"), StoredFile(KeptUpload([PNG + b"new"])))
+                yield outputs
+
+    draft = Draft()
+    denoiser, clip, vae = draft.checkpoint("sd")
+    told = draft.texts(clip)
+    latents = draft.add("VAEEncode", pixels=draft.add("LoadImage", image="person.png"), vae=vae)
+    for seed in (1, 2):
+        draft.saved(draft.sampled(denoiser, told, latents, seed=seed, denoise=0.5), vae)
+    prompt = Prompt.of(json.dumps({"prompt": draft.nodes}))
+    graph, engine = ReadGraph.of(prompt.graph), Engine(engine_of().models["sd"])
+    files.put("", FileName("person.png", "", "input"), StoredFile(KeptUpload([PNG + b"old"])))
+    loaded = check_loaded(graph, files, "")
+    jobs = Jobs(engine, files, History(), Sockets(), lambda *_: None)  # type: ignore[arg-type]
+    await jobs.admit(Job("", prompt, 0, graph, loaded))
+    await until(lambda: not jobs.num_left(""))
+    assert read == [PNG + b"old"] * 2
 
 
 async def test_an_upload_replaces_only_what_it_may() -> None:
@@ -337,6 +378,19 @@ async def test_what_is_not_served_is_refused_by_node(graph: GraphText, problem: 
     assert problem in message
     assert len(nodes) == ("node " in problem or "input " in problem)
     assert engine.edits == []
+
+
+async def test_schedulers_are_read_at_the_start_alone(tmp_path: Path) -> None:
+    """Else a disk that hangs would stop the server."""
+    engine, file = engine_of(), tmp_path / "scheduler" / "scheduler_config.json"
+    model = ModelConfig(model=str(tmp_path), served_model_name="sd")
+    engine.config = StencilConfig(engine=EngineConfig(models=(model,)))
+    file.parent.mkdir()
+    file.write_text('{"_class_name": "PNDMScheduler"}')
+    async with serving(engine) as client:
+        file.unlink()
+        message, _ = refused(await client.post("/prompt", json={"prompt": txt2img()}))
+    assert "input sampler_name: sd cannot do that: sampler euler is EulerDiscreteScheduler" in message
 
 
 async def test_a_prefix_stays_in_its_folder() -> None:
