@@ -70,7 +70,7 @@ class Endings:
 
     def finish_lenders(self) -> None:
         """Send the messages of requests that have ended, after a job has read a template that one of them may have
-        lent.
+        lent, or its rank has died.
         """
         for request_id in list(self._messages):
             self.finish(self.requests[request_id])
