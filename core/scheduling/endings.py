@@ -63,8 +63,8 @@ class Endings:
         """Send the message of a request that has ended, if nothing of it is in flight."""
         if request.id not in self._messages or request.has_work_in_flight:
             return
-        # No job reads the template of a finished request any more, but one may read that of a failed request.
-        if request.status is Status.FINISHED or not self.cache.is_lent(request):
+        # A job may read its template for others, even if it has finished: its own pages may have been loaded meanwhile.
+        if not self.cache.is_lent(request):
             self._remove(request)
             self.outputs.append(self._messages.pop(request.id))
 
