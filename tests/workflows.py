@@ -131,7 +131,7 @@ def _edges(draw: st.DrawFn, nodes: list[Node], sources: list[str], first: int = 
     pairs = [(source, name) for source in sources for name in ("x", "y")]
     if not pairs:
         return []
-    chosen = draw(st.lists(st.sampled_from(pairs), max_size=NUM_INPUTS - first, unique=True))
+    chosen = draw(st.lists(st.sampled_from(pairs), max_size=NUM_INPUTS - first))
     return [
         Edge(source, name, f"in{first + index}", deferred=draw(st.booleans()))
         for index, (source, name) in enumerate(chosen)

@@ -134,7 +134,8 @@ class Reads:
     fixed: tuple[Edge, ...]  # each of its runs reads the same value
     of_round: tuple[Edge, ...]  # each of its runs reads another value
     overlap: bool  # the first run reads a fixed value as one of its round, too
-    carries_all: bool  # all of `of_round` are carried
+    # (node, value) that each run but the first reads, each once, if all of `of_round` are carried; else ().
+    carried: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -442,7 +443,8 @@ class Workflow:
         of_round = tuple(edge for edge in node.inputs if self._is_of_round(node, edge))
         fixed = tuple(edge for edge in node.inputs if not self._is_of_round(node, edge))
         overlap = not {(e.source, e.name) for e in fixed}.isdisjoint((e.source, e.name) for e in of_round)
-        return Reads(fixed, of_round, overlap, all(edge.carried for edge in of_round))
+        carried = dict.fromkeys((e.carried, e.name) for e in of_round) if all(e.carried for e in of_round) else ()
+        return Reads(fixed, of_round, overlap, tuple(carried))
 
     def _is_of_round(self, node: Node, edge: Edge) -> bool:
         source = self.node(edge.source)

@@ -51,14 +51,14 @@ class Endings:
         """Send the message of a request that has ended, if nothing of it is in flight."""
         if request.id not in self._messages or request.has_work_in_flight:
             return
-        # No job reads the template of a finished request any more, but one may read that of a failed request.
-        if request.status is Status.FINISHED or not self.cache.is_lent(request):
+        # A job may read its template for others, even if it has finished: its own pages may have been loaded meanwhile.
+        if not self.cache.is_lent(request):
             self._remove(request)
             self.outputs.append(self._messages.pop(request.id))
 
     def finish_lenders(self) -> None:
         """Send the messages of requests that have ended, after a job has read a template that one of them may have
-        lent.
+        lent, or its rank has died.
         """
         for request_id in list(self._messages):
             self.finish(self.requests[request_id])

@@ -74,11 +74,14 @@ class Refusals:
             self._begin(refusal, now)
 
     def note_good_batch(self, flight: Flight, now: float) -> None:
-        """Note a batch that has succeeded."""
+        """Note a batch that has succeeded. It speaks for nothing if all of its requests have ended: a refusal may have
+        failed them after it was sent.
+        """
         if self.residency.quarantine.awaits_batches:
             requests = (self.requests.get(item.request_id) for item in flight.batch.items)
-            owners = {request.head.owner for request in requests if request is not None}
-            self.residency.quarantine.note_good_batch(flight.keys, owners, now)
+            owners = {each.head.owner for each in requests if each is not None and each.is_live}
+            if owners or flight.job_id:
+                self.residency.quarantine.note_good_batch(flight.keys, owners, now)
 
     def forget(self, gone: Set[ModelKey]) -> None:
         """Forget what was told of classes that nobody names any more."""

@@ -311,6 +311,7 @@ class StepScheduler:
         self._apply_landed()
         for request in aftermath.requests.values():
             self._results.settle(request)
+        self._endings.finish_lenders()
         if isinstance(culprit, ModelKey):
             self._refusals.note_failed_load(rank, culprit, failure, now)
         elif is_fast or culprit is not None:

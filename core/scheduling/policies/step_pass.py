@@ -284,11 +284,14 @@ def eligible(view: View) -> list[Request]:
 
 def beside_suspects(live: list[Request]) -> list[Request]:
     """Those of these requests that may run as far as `Request.runs_alone` is concerned. live: the most urgent first."""
-    first = next((index for index, request in enumerate(live) if request.runs_alone), None)
-    if first is None:
+    suspects = [request for request in live if request.runs_alone]
+    if not suspects:
         return live
-    alone, others = live[first], live[:first] + live[first + 1 :]
-    running = [request for request in others if request.status is Status.RUNNING]
-    if alone.status is Status.RUNNING or (first == 0 and not running):
-        return [alone]
+    for each in suspects:
+        if each.status is Status.RUNNING:
+            return [each]  # whoever is more urgent
+    first = live.index(suspects[0])
+    others = live[:first] + live[first + 1 :]
+    if first == 0 and not any(request.status is Status.RUNNING for request in others):
+        return suspects[:1]
     return [request for index, request in enumerate(others) if index < first or request.status is Status.RUNNING]

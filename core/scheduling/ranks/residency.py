@@ -150,14 +150,21 @@ class Residency:
     ) -> Refusal | None:
         """Note that a rank has died while it loaded a component. See `Quarantine.note_death_in_load`."""
         refusal = self.quarantine.note_death_in_load(self._place((rank,)), key, suspects, failure, now)
-        self._note_refused(rank, key)
+        if refusal is None:
+            self._note_change(rank, (key,))
+        else:
+            self._note_refused(rank, key)
         return refusal
 
     def _note_refused(self, rank: int, key: ModelKey) -> None:
-        """Note that a component is not loaded without a request any more."""
-        for keys in [each for each in self._on_demand if key in each.keys]:
-            del self._on_demand[keys]
+        """Note that a component is refused, and so is not loaded without a request any more. Where a set has what
+        requests have asked for, or is loading it, they go on, see `is_refused`.
+        """
         self._note_change(rank, (key,))
+        for keys in [each for each in self._on_demand if key in each.keys]:
+            homes = self.homes(keys)
+            if not homes.whole and not homes.coming:
+                del self._on_demand[keys]
 
     def note_sent(self, ranks: RankIds, load: Iterable[ModelKey], drop: Iterable[ModelKey]) -> None:
         """Note an order that is sent to live ranks: to drop components, and then to load others."""

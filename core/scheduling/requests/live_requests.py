@@ -63,12 +63,13 @@ class LiveRequests:
 
     def send_back(self, request_id: str, load: RequestLoad) -> None:
         """Note that a request that had begun waits again. load: its remaining work. Its owner stays charged for the
-        work that was done for it.
+        work that was done for it, and pays for the remaining work when that begins.
         """
         request = self._running.pop(request_id)
         self._moved[request_id] = request
         self._changes.append(Dequeued(request_id))
-        self._queue.remove(self._claims[request_id])
+        claim = self._claims[request_id]
+        self._queue.remove(claim, took=max(0.0, claim.cost - load.seconds))
         self._queue_up(request, load)
 
     def end(self, request_id: str) -> None:

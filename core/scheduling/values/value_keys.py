@@ -33,11 +33,11 @@ def keys_read(request_id: str, progress: Progress, node: Node, round_: int) -> l
 def keys_done(request_id: str, progress: Progress, node: Node, round_: int) -> list[TensorKey]:
     """Keys of the values that a node has read for the last time in the run that is finished now."""
     reads = progress.workflow.reads[node.name]
-    if round_ and reads.carries_all and node.name not in progress.over:  # a loop's usual round
-        return [TensorKey(request_id, edge.carried, edge.name, round_) for edge in reads.of_round]
+    if round_ and reads.carried and node.name not in progress.over:  # a loop's usual round
+        return [TensorKey(request_id, source, name, round_) for source, name in reads.carried]
     keys = [key_read(request_id, progress, node, edge, round_) for edge in edges_read(progress, reads.of_round)]
     if node.name not in progress.over and not reads.overlap:
-        return keys
+        return list(dict.fromkeys(keys))
     fixed = [key_read(request_id, progress, node, edge, round_) for edge in edges_read(progress, reads.fixed)]
     if node.name in progress.over:
         return list(dict.fromkeys(keys + fixed))

@@ -229,6 +229,26 @@ def test_an_abort_while_a_worker_reads_its_template_is_answered_afterwards() -> 
     assert engine.scheduler.num_requests == 0
 
 
+def test_an_edit_that_finishes_while_a_worker_reads_its_template_is_answered_afterwards() -> None:
+    engine = Engine(model=SEEING, max_num_batched_tokens=400)
+    for name, steps in (("a", 2), ("b", 8)):
+        engine.scheduler.add(make_masked(name, steps=steps))
+    engine.run(lambda: not engine.scheduler._requests["a"].progress.steps_left)
+    plan = engine.scheduler.schedule(now=0.0)
+    assert plan is not None
+    assert [batch.op for batch in plan.batches] == ["decode", "denoise", "prime"]
+    # As if it had lent them for this chunk, and its own pages had been loaded from the disk since.
+    engine.pages_of("a").reservation.is_read = True
+    engine.workers.submit(plan)
+    *others, primed = (each for each in engine.workers.run_one(0) if isinstance(each, BatchResult))
+    for each in others:
+        engine.scheduler.apply(each)
+    assert engine.scheduler.take_outputs() == ()
+    engine.scheduler.apply(primed)
+    engine.run_until_idle()
+    assert isinstance(engine.result("a"), Finished)
+
+
 @pytest.mark.parametrize("model", [MODEL, SEEING])
 def test_priming_reads_a_template_that_the_text_encoder_sees(model: ModelInfo) -> None:
     """A waiting edit lends them for as long as the chunk takes, even if its own pages are loaded meanwhile."""

@@ -78,25 +78,29 @@ class Rig:
         self.num_together = 0  # steps that were sent while their ControlNets ran
 
     def run(self, happens: Callable[[], object] = lambda: None) -> None:
-        idle = False
-        while not idle:
-            idle = True
-            while (plan := self.scheduler.schedule(0.0)) is not None:
-                idle = False
-                self.batches += plan.batches
-                self.deliveries += plan.deliveries
-                self.transfers += plan.transfers
-                running = self.runs(flight.batch for flight in self.scheduler._in_flight.flights)
-                steps = {(name, version) for name, node, version in self.runs(plan.batches) if node == "denoise"}
-                self.num_together += sum((name, "controlnet", version) in running for name, version in steps)
-                self.workers.submit(plan)
-            for rank in self.scheduler.ranks.up:
-                num_plans = len(self.workers.queues[rank])
-                for result in self.workers.run_one(rank):
-                    apply(self.scheduler, self._timed(result))
-                idle = idle and len(self.workers.queues[rank]) == num_plans
+        while self.step():
             happens()
             self.outputs += self.scheduler.take_outputs()
+        self.outputs += self.scheduler.take_outputs()
+
+    def step(self) -> bool:
+        """Schedule all that can be, and have every rank do one plan. Returns whether anything was done."""
+        is_active = False
+        while (plan := self.scheduler.schedule(0.0)) is not None:
+            is_active = True
+            self.batches += plan.batches
+            self.deliveries += plan.deliveries
+            self.transfers += plan.transfers
+            running = self.runs(flight.batch for flight in self.scheduler._in_flight.flights)
+            steps = {(name, version) for name, node, version in self.runs(plan.batches) if node == "denoise"}
+            self.num_together += sum((name, "controlnet", version) in running for name, version in steps)
+            self.workers.submit(plan)
+        for rank in self.scheduler.ranks.up:
+            num_plans = len(self.workers.queues[rank])
+            for result in self.workers.run_one(rank):
+                apply(self.scheduler, self._timed(result))
+            is_active = is_active or len(self.workers.queues[rank]) != num_plans
+        return is_active
 
     def _timed(self, result: BatchResult | TransferDone) -> BatchResult | TransferDone:
         if isinstance(result, TransferDone):
@@ -221,6 +225,65 @@ def test_one_that_cannot_be_loaded_fails_its_requests_alone() -> None:
     told = [(each.model, each.controlnets, each.cause) for each in rig.scheduler.stats().quarantine]
     assert told == [(model, ("depth",), "load") for model in MODELS]
     assert rig.scheduler.stats().models == dict.fromkeys(MODELS, "loaded")
+
+
+def answer_loads(rig: Rig, *broken: int) -> None:
+    """All ranks have loaded what was ordered, but for these, which cannot."""
+    for rank, key in rig.workers.loading:
+        is_broken = rank in broken
+        failed, loaded = ModelFailed(rank, key, Failure("config", "no memory")), LoadedComponent(key, 8)
+        rig.scheduler.apply_load(failed if is_broken else ModelLoaded(rank, loaded, 0.0), 0.0)
+    rig.workers.loading.clear()
+
+
+def with_a_net_on_rank_0() -> Rig:
+    """Of two ranks with an edit that waited for it: on the other one its load has failed."""
+    rig = Rig(2, OWN)
+    rig.scheduler.learn(
+        CostSample("m", "transformer", "denoise", Work.of([280]), 0.05 / degree, degree=degree, is_profile=True)
+        for degree in (1, 2)
+    )
+    rig.scheduler.add(controlled(make_edit("a"), EDGES))
+    while len(rig.workers.loading) < 2:
+        rig.step()
+    answer_loads(rig, 1)
+    return rig
+
+
+def test_no_rank_computes_with_a_controlnet_that_it_could_not_load() -> None:
+    rig = with_a_net_on_rank_0()
+    rig.run()
+    assert {each.ranks for each in rig.batches if each.op == "controlnet"} == {(0,)}
+    assert [type(each) for each in rig.outputs] == [Finished]
+
+
+def test_a_request_whose_controlnet_is_lost_while_it_is_refused_fails() -> None:
+    rig = with_a_net_on_rank_0()
+    rig.workers.lose(0)
+    rig.scheduler.lose_rank(0, Failure("engine", "died"))
+    rig.run()
+    (failed,) = rig.outputs
+    assert isinstance(failed, Failed)
+    assert (failed.failure.kind, failed.failure.code) == ("model_unavailable", "load")
+
+
+def test_a_controlnet_is_loaded_again_after_a_death_that_may_have_other_causes() -> None:
+    rig = Rig(loaded=OWN)
+    rig.scheduler.add(make_edit("plain", steps=9))
+    while not any(batch.op == "denoise" for batch in rig.batches):
+        rig.step()
+    rig.scheduler.add(controlled(make_edit("a"), EDGES))
+    while not rig.workers.loading:
+        rig.step()
+    rig.workers.lose(0)
+    rig.scheduler.lose_rank(0, Failure("engine", "died"), is_fast=True)
+    rig.workers.join(0)
+    rig.scheduler.join_rank(0, rig.loaded)
+    rig.run()
+    assert not rig.works("controlnet")
+    answer_loads(rig)
+    rig.run()
+    assert [type(each) for each in rig.outputs] == [Finished] * 2
 
 
 def of_four_steps(rig: Rig, *names: str) -> None:

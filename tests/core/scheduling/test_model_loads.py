@@ -11,7 +11,7 @@ from core.costs.load_report import Queued
 from core.failure import Failure
 from core.graph.op import OPS
 from core.handles import LoadedComponent, ModelKey
-from core.messages.engine import EngineRequest, Failed, Finished, PrimeTemplate, TemplatePrimed
+from core.messages.engine import Aborted, EngineRequest, Failed, Finished, PrimeTemplate, TemplatePrimed
 from core.messages.worker import BatchResult, ModelFailed, ModelLoaded, StepPlan
 from core.model_info import ModelInfo
 from core.scheduling.ranks.quarantine import FIRST_WAIT_SECONDS
@@ -360,6 +360,21 @@ def test_the_time_to_load_is_predicted_and_reported() -> None:
     assert told["a"] == ("loaded", 0.0)
     assert told["b"][0] == "loading"
     assert told["b"][1] == report.load_seconds == report.drain_seconds > 1.9
+
+
+def test_an_aborted_edit_is_answered_when_the_rank_dies_that_reads_its_template() -> None:
+    """The other rank has its values, so that it has lost nothing itself."""
+    rig = Rig(num_ranks=2, encoders=True, cache=CacheConfig(host_bytes=8 * TEMPLATE_BYTES))
+    rig.restart(1, "a", "b")
+    rig.scheduler.add(msgspec.structs.replace(make_masked("1"), model="b"))
+    rig.step()
+    rig.submit()
+    batches = [batch for batch in rig.plans[-1].batches if batch.op == "template_encode"]
+    assert [batch.ranks for batch in batches] == [(0,)]
+    rig.scheduler.abort(["1"])
+    assert not rig.scheduler.take_outputs()
+    rig.lose(0)
+    assert [type(each) for each in rig.scheduler.take_outputs()] == [Aborted]
 
 
 def test_a_request_is_given_up_if_its_model_is_not_loaded_in_time_and_not_for_a_load_that_is_over() -> None:

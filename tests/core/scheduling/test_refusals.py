@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import msgspec
+import pytest
 from cache_kit import LAYOUT, ROOMY, SCHEME, make_masked
 from fakes import MODEL, FakePages, FakeWorkers, apply, make_edit
 
@@ -14,6 +15,7 @@ from core.handles import LoadedComponent, ModelKey
 from core.messages.engine import Failed, Finished, Output, PrimeTemplate
 from core.messages.worker import Batch
 from core.model_info import ModelInfo
+from core.scheduling.ranks import quarantine
 from core.scheduling.ranks.quarantine import FIRST_WAIT_SECONDS
 from core.scheduling.scheduler import StepScheduler
 
@@ -52,12 +54,16 @@ class Rig:
         self.take()
         self.scheduler.check_integrity()
 
-    def step(self) -> None:
+    def submit(self) -> None:
+        """Schedule all that can be."""
         self.now += 0.01
         plan = self.scheduler.schedule(self.now)
         while plan is not None:
             self.workers.submit(plan)
             plan = self.scheduler.schedule(self.now, again=True)
+
+    def step(self) -> None:
+        self.submit()
         for rank in self.scheduler.ranks.up:
             plan = next(iter(self.workers.queues[rank]), None)
             first = next((batch for batch in plan.batches if rank in batch.ranks), None) if plan else None
@@ -190,6 +196,29 @@ def test_a_refused_model_is_tried_again_with_the_next_request() -> None:
     rig.run("A4", "C2")
     steady(rig, ["A4", "C2"])
     assert rig.scheduler.stats().models["a"] == "loaded"
+
+
+def test_a_refusal_outlasts_the_batches_that_were_in_flight_when_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quarantine, "GOOD_BATCHES", 2)
+    rig = Rig(4, lambda batch: False)
+    for index in range(4):
+        rig.add(f"_{index}")
+    rig.step()
+    rig.submit()
+    ops = [[batch.op for batch in queue[-1].batches] for queue in rig.workers.queues]
+    assert ops == [["denoise"] * 4] * 4, "one for each rank"
+    for rank in (0, 1):
+        rig.kill(rank)
+    rig.take()
+    assert rig.ended("_0", "_1") == ["model_unavailable"] * 2
+    assert len(rig.told) == 2, "batches of the other two are in flight"
+    rig.run()
+    rig.run("_4")
+    assert rig.ended("_4") == ["model_unavailable"]
+    rig.wait()
+    rig.run("_5", "_6")
+    steady(rig, ["_5", "_6"])
+    assert not rig.scheduler.stats().quarantine
 
 
 def test_a_request_that_is_sent_again_late_is_judged_now() -> None:

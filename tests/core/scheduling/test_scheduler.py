@@ -184,6 +184,23 @@ def test_a_request_that_must_run_alone_waits_for_others_to_end_and_then_runs_alo
     assert [output.request_id for output in scheduler.take_outputs()] == ["first", "suspect", "later"]
 
 
+def test_no_request_begins_beside_one_that_must_run_alone_even_where_another_such_waits() -> None:
+    """It was sent again, and came before the one that runs; so was a request that came before both."""
+    scheduler, workers = make_scheduler(), FakeWorkers()
+
+    def add(name: str, arrival: float, num_deaths: int) -> None:
+        scheduler.add(msgspec.structs.replace(make_edit(name, steps=3, arrival=arrival), num_deaths=num_deaths))
+
+    add("runs", 3.0, 2)
+    assert [step(scheduler, workers) for _ in range(2)] == [[], ["runs"]]
+    add("first", 1.0, 0)
+    add("waits", 2.0, 2)
+    while "runs" in scheduler._requests:
+        step(scheduler, workers)
+        assert scheduler.counts[0] <= 1
+    assert [output.request_id for output in run(scheduler, workers)] == ["runs", "first", "waits"]
+
+
 def test_priority_before_deadline_before_arrival() -> None:
     scheduler, workers = make_scheduler(max_num_seqs=1), FakeWorkers()
     scheduler.add(make_edit("late", arrival=2.0))

@@ -50,4 +50,5 @@ class FinishOrder(Generic[K]):
             self._now += seconds
             self._virtual = end
             self._finish = {kind: finish for kind, finish in self._finish.items() if finish > end}
+            self._shares = {kind: self._shares[kind] for kind in self._finish}
         self._now = now

@@ -190,6 +190,7 @@ class Default(SchedulingPolicy):
         self._age, self._seen = 0, (view.ranks, view.residency_version, view.startable)
         self._is_wanted = self._is_slot_left = self._has_room = False
         self._repeated.forget()
+        self._groups.note_live(view.ranks)
         requests = eligible(view)
         self._small = {each.id for each in requests if self._predictions.of(view, each).is_small}
         self._apart = frozenset(each.id for each in requests if each.id not in self._small)

@@ -66,6 +66,10 @@ class Groups:
         if request_id in self._large:
             self._places[request_id] = ranks
 
+    def note_live(self, ranks: RankIds) -> None:
+        """Note which ranks live."""
+        self._sets.note_live(ranks)
+
     def forget(self, request_id: str) -> None:
         """Note that a request has ended."""
         self._places.pop(request_id, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 
 from core.graph.workflow import op_of
@@ -60,24 +60,31 @@ class Predictions:
 
     def __init__(self) -> None:
         self._speeds = StepSpeeds()
-        self._known: dict[tuple[str, bool], Prediction] = {}  # (request id, whether it runs on one rank)
+        self._known: dict[str, tuple[Hashable, Prediction]] = {}  # request id -> (what `_seen_of` it, what follows)
         self._made_of: tuple[int, RankIds, int] = 0, (), 0  # predictions of the view, live ranks, and what they had
 
     def forget(self, request_id: str) -> None:
         """Note that a request has ended."""
-        for is_alone in (False, True):
-            self._known.pop((request_id, is_alone), None)
+        self._known.pop(request_id, None)
 
     def of(self, view: View, request: Request) -> Prediction:
         """The prediction for a live request, kept until something changes that it was made of."""
         if (view.predictions, view.ranks, view.residency_version) != self._made_of:
             self._made_of = view.predictions, view.ranks, view.residency_version
             self._known.clear()
-        key = request.id, request.runs_on_one_rank
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = _prediction(view, request, self._speeds.of(view, request))
-        return found
+        seen, found = _seen_of(request), self._known.get(request.id)
+        if found is None or found[0] != seen:
+            made = _prediction(view, request, self._speeds.of(view, request))
+            found = self._known[request.id] = seen, made
+        return found[1]
+
+
+def _seen_of(request: Request) -> Hashable:
+    """What may change of a live request that a prediction is made of: its steps' size goes with their node, and with
+    the mask that it has found.
+    """
+    node = request.step_node
+    return request.runs_on_one_rank, node and node.name, request.active_tokens
 
 
 def _prediction(view: View, request: Request, speeds: Speeds) -> Prediction:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from core.handles import RankIds
 
 MOST_OF_RANK = 8
@@ -16,18 +14,25 @@ class RankSets:
     """Those of one policy that have been used."""
 
     def __init__(self) -> None:
-        self._known: set[RankIds] = set()
-        self._num_of = Counter[int]()  # rank -> known sets that it is in
+        self._known: dict[int, set[RankIds]] = {}  # live rank -> the sets that it was in, beside those of buddies
 
     def note(self, ranks: RankIds) -> None:
         """Note that these ranks compute steps together."""
-        if not _are_buddies(ranks) and ranks not in self._known:
-            self._known.add(ranks)
-            self._num_of.update(ranks)
+        if not _are_buddies(ranks):
+            for each in ranks:
+                self._known.setdefault(each, set()).add(ranks)
+
+    def note_live(self, ranks: RankIds) -> None:
+        """Note which ranks live. One that is restarted begins without groups; those that were with it keep theirs."""
+        self._known = {rank: known for rank, known in self._known.items() if rank in ranks}
 
     def allow(self, ranks: RankIds) -> bool:
         """Whether these ranks may do that."""
-        return _are_buddies(ranks) or ranks in self._known or all(self._num_of[each] < MOST_OF_RANK for each in ranks)
+        return _are_buddies(ranks) or all(self._has_room(each, ranks) for each in ranks)
+
+    def _has_room(self, rank: int, ranks: RankIds) -> bool:
+        known = self._known.get(rank, ())
+        return ranks in known or len(known) < MOST_OF_RANK
 
 
 def _are_buddies(ranks: RankIds) -> bool:

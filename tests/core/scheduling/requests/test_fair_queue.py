@@ -6,11 +6,17 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import pytest
+from fakes import MODEL, make_edit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.config import CLASS_SECONDS
+from core.costs.load_report import RequestLoad
+from core.graph.catalog import WORKFLOWS
+from core.scheduling.requests.bindings import Bindings
 from core.scheduling.requests.fair_queue import Claim, FairQueue, counts_as_due
+from core.scheduling.requests.live_requests import LiveRequests
+from core.scheduling.requests.request import Request
 
 OWNERS = st.sampled_from(["a", "b", "c", "d"])
 SECONDS = st.floats(0.001, 20.0)
@@ -171,3 +177,20 @@ def test_items_that_are_not_queued_cannot_be_removed() -> None:
     queue.add(claim("a-0", "a"))
     with pytest.raises(ValueError, match="not in the queue"):
         queue.remove(claim("a-0", "a"))
+
+
+def test_who_begins_again_pays_for_what_was_done_and_what_is_left_once() -> None:
+    """Its work was sent back at 4 of 10 s left; another owner's takes 12 s."""
+    requests, bindings = LiveRequests(), Bindings({MODEL.name: MODEL})
+
+    def add(name: str, seconds: float) -> None:
+        request = Request.of(make_edit(name, owner=name[0]), WORKFLOWS, bindings)
+        requests.add(request, RequestLoad(0, 0.0, seconds))
+
+    for name, seconds in (("a1", 10.0), ("b1", 12.0), ("a2", 1.0), ("b2", 1.0)):
+        add(name, seconds)
+    for name in ("a1", "b1"):
+        requests.begin(name, lambda request: 0.0)
+    requests.send_back("a1", RequestLoad(0, 0.0, 4.0))
+    requests.begin("a1", lambda request: 0.0)
+    assert [each.id for each in requests.in_order()][-2:] == ["a2", "b2"], "a has had 10 s, b 12 s"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 
 import pytest
 from any_ranks import in_workflow, toy_op
@@ -11,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from workflows import TOY, workflows
 
+from core.graph.check import check_workflow
 from core.graph.progress import Progress, preview_steps
-from core.graph.workflow import Node, Workflow
+from core.graph.workflow import Edge, Node, Region, Workflow
 from core.graph.workflows.inpaint import INPAINT
 from core.handles import VALUE_ARENA, TensorKey, TensorRef
 from core.messages.worker import Free
@@ -177,11 +180,11 @@ def run_node(progress: Progress, node: Node, table: ValueTable) -> None:
     table.check_integrity({"r"})
 
 
-def run_whole(progress: Progress) -> ValueTable:
-    """Run every node of a request in order, regions round by round."""
+def run_whole(progress: Progress, index: int = -1) -> ValueTable:
+    """Run every node of a request, of those that are ready always the first, or the last: regions round by round."""
     table = ValueTable()
     while ready := progress.ready():
-        run_node(progress, ready[-1], table)
+        run_node(progress, ready[index], table)
     assert progress.over == {node.name for node in progress.workflow.nodes}
     return table
 
@@ -197,6 +200,27 @@ def progress_of(workflow: Workflow, data: st.DataObject) -> Progress:
 @given(workflows(), st.data())
 def test_every_value_lives_exactly_until_its_last_reader(workflow: Workflow, data: st.DataObject) -> None:
     assert run_whole(progress_of(workflow, data)).keys("r") == []
+
+
+@pytest.mark.parametrize("name", ["carrier", "inside", "look"])
+def test_a_node_may_read_a_value_through_two_inputs(name: str) -> None:
+    """It is there for the other readers after it, in the usual rounds and in the first and last."""
+    carrier = Node("carrier", "toy", (Edge("first", "x", "in0", carried="carrier"),), region="r")
+    others = (
+        Node("inside", "toy", (Edge("carrier", "x", "in0"),), region="r"),
+        Node("later", "toy", (Edge("carrier", "x", "in0"), Edge("inside", "x", "in1", deferred=True)), region="r"),
+        Node("look", "toy", (Edge("carrier", "x", "in0"),), shows="carrier"),
+        Node("end", "toy", (Edge("later", "x", "in0"), Edge("carrier", "x", "in1"))),
+    )
+    nodes = (Node("first", "toy"), carrier, *others)
+    doubled = (replace(node, inputs=(*node.inputs, replace(node.inputs[0], port="in5"))) for node in nodes[1:])
+    twice = {node.name: node for node in doubled}[name]
+    workflow = Workflow(
+        "w", tuple(twice if node.name == name else node for node in nodes), {"picture": "end"}, (Region("r"),)
+    )
+    check_workflow(workflow)
+    for index, shown in product((0, -1), ((1,), (1, 2, 3))):
+        assert run_whole(Progress(workflow, {"r": 4}, {"look": shown}), index).keys("r") == []
 
 
 def all_made(progress: Progress) -> list[TensorKey]:

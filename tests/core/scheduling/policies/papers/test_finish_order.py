@@ -90,3 +90,11 @@ def test_what_waits_goes_before_work_that_comes_without_end_and_takes_no_time() 
     finish = order.add("a", 1.0, 0.5, 0.0)
     assert order.add("b", 0.0, 0.5, 0.0) < finish, "it goes first"
     assert order.add("b", 0.0, 0.5, 10.0) >= finish, "a has waited"
+
+
+def test_a_kind_without_work_is_forgotten() -> None:
+    """Kinds come for as long as an engine serves."""
+    order: FinishOrder[str] = FinishOrder()
+    for second in range(5):
+        order.add(f"kind {second}", 1.0, 0.5, 10.0 * second)
+    assert [*order._shares] == [*order._finish] == ["kind 4"]

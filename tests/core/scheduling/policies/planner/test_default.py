@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from cache_kit import SCHEME, make_masked
-from fakes import MODEL, FakeWorkers, make_edit
+from fakes import MODEL, FakeWorkers, make_edit, make_hires_edit, make_selecting_edit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +30,7 @@ from core.messages.engine import EngineRequest, Finished, Output
 from core.messages.worker import Batch, BatchResult, CostSample, StepPlan, Transfer
 from core.scheduling.policies.buddies import Buddies
 from core.scheduling.policies.planner.default import Default
-from core.scheduling.policies.planner.predictions import OVERTAKEN
+from core.scheduling.policies.planner.predictions import OVERTAKEN, Predictions
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.scheduler import StepScheduler
 
@@ -253,6 +253,22 @@ def test_a_lone_request_gets_its_useful_ranks_and_decodes_on_the_lowest(policy: 
     (output,) = site.outputs
     assert isinstance(output, Finished)
     assert output.degrees[1:] == (4,) * 5
+
+
+def test_each_pass_of_a_request_gets_the_ranks_that_are_useful_for_its_own_size() -> None:
+    """Steps of the first are SMALL, of the second MIDDLE."""
+    site = Site("default", 4)
+    site.serve([make_hires_edit("a", steps=6, strength=1.0)])
+    assert [len(ranks) for ranks in site.ranks_of("a")] == [1] * 6 + [2] * 6
+
+
+def test_a_prediction_follows_the_mask_that_is_found() -> None:
+    scheduler, predictions = Site("default", 4).scheduler, Predictions()
+    scheduler.add(make_selecting_edit("a", predicted=SMALL - 24, is_mask_aware=True))
+    view, request = scheduler._views.view(0.0), scheduler._requests["a"]
+    before = predictions.of(view, request)
+    request.note_mask(256, 0.9)
+    assert predictions.of(view, request) == Predictions().of(view, request) != before
 
 
 def test_ddit_starts_with_what_is_free_and_promotes_the_hungry() -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
+from fakes import MODEL
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.config import SchedulerConfig
+from core.failure import Failure
 from core.scheduling.policies.buddies import Buddies
+from core.scheduling.policies.planner.default import Default
 from core.scheduling.policies.planner.rank_plan import Contender, degrees, moves, plan
 from core.scheduling.policies.planner.rank_sets import MOST_OF_RANK, RankSets
+from core.scheduling.scheduler import StepScheduler
 
 SPEEDS = {1: 1.0, 2: 1.9, 4: 3.5, 8: 5.0}
 
@@ -189,3 +194,18 @@ def test_models_that_move_form_a_bounded_number_of_sets() -> None:
     assert plan([contender("a", 30)], range(16), sets) == {"a": tuple(range(8))}, "as if all of them had it"
     known = next(ranks for ranks in used if len(ranks) == 4)
     assert plan([contender("a", 30, able=known)], range(16), sets) == {"a": known}
+
+
+def test_a_rank_that_is_restarted_has_no_sets_and_those_beside_it_keep_theirs() -> None:
+    policy = Default()
+    scheduler, sets = StepScheduler(SchedulerConfig(), {"m": MODEL}, 16, policy=policy), policy._groups._sets
+    for other in range(2, 2 + MOST_OF_RANK):
+        sets.note((0, other))
+        sets.note((1, other + 1))
+    assert not sets.allow((0, 15))
+    scheduler.lose_rank(0, Failure("engine_dead", "it died"))
+    scheduler.schedule(0.0)
+    assert sets.allow((0, 15))
+    assert not sets.allow((1, 15))
+    sets.note((0, 15))
+    assert sets.allow((0, 2)), "the other one has room for that"
