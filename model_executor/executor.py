@@ -236,8 +236,10 @@ class _Worker:
     """One worker process and the channel to it."""
 
     def __init__(self, config: WorkerConfig, fds: Sequence[int], ring_bytes: int, launcher: str) -> None:
-        """fds: of the arenas and of the ranks' inboxes, for the child to inherit. launcher: its address; "": none. Raises
-        OSError if no process can be started; the caller then closes what it owns of `fds`."""
+        """fds: of the arenas and of the ranks' inboxes, for the child to inherit. launcher: its address; "": none.
+
+        Raises OSError if no process can be started; the caller then closes what it owns of `fds`.
+        """
         self.rank = config.rank
         self._why: WorkerFailed | None = None  # said by the worker, or of a message of it that cannot be decoded
         self._channel, child_fds = Channel.create(ring_bytes)
