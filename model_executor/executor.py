@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -193,10 +194,16 @@ class Executor:
     def _spawn(self, rank: int, cache: CacheConfig, *, is_first: bool) -> _Worker:
         assert self._tasks is not None
         ring_bytes = RING_BYTES + PROMPT_BYTES * self._config.scheduler.max_num_seqs
-        fds = [*(arena.fd for arena in self._arenas), *self._inboxes.ends_of(rank)]
         # Measuring in several workers at once would disturb the measurements.
         config = self._worker_config(rank, cache, measures=is_first and rank == 0)
-        worker = _Worker(config, fds, ring_bytes, self._launcher)
+        inboxes = self._inboxes.ends_of(rank)
+        try:
+            worker = _Worker(config, [*(arena.fd for arena in self._arenas), *inboxes], ring_bytes, self._launcher)
+        except BaseException:
+            for fd in inboxes:
+                with suppress(OSError):  # a start that failed late has closed them
+                    os.close(fd)
+            raise
         self._tasks.create_task(worker.receive(self._mailbox), name=f"worker-{rank}")
         return worker
 
@@ -229,11 +236,18 @@ class _Worker:
     """One worker process and the channel to it."""
 
     def __init__(self, config: WorkerConfig, fds: Sequence[int], ring_bytes: int, launcher: str) -> None:
-        """fds: of the arenas and of the ranks' inboxes, for the child to inherit. launcher: its address; "": none."""
+        """fds: of the arenas and of the ranks' inboxes, for the child to inherit. launcher: its address; "": none.
+
+        Raises OSError if no process can be started; the caller then closes what it owns of `fds`.
+        """
         self.rank = config.rank
         self._why: WorkerFailed | None = None  # said by the worker, or of a message of it that cannot be decoded
         self._channel, child_fds = Channel.create(ring_bytes)
-        self._process = _start(config, [*child_fds, *fds], launcher)
+        try:
+            self._process = _start(config, [*child_fds, *fds], launcher)
+        except BaseException:
+            self._channel.close()
+            raise
         self._channel.close_child_fds()
 
     def send(self, message: ToWorker) -> None:

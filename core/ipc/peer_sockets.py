@@ -16,6 +16,7 @@ import socket
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import numpy.typing as npt
@@ -37,10 +38,16 @@ class Inboxes:
 
     def ends_of(self, rank: int) -> list[int]:
         """Descriptors for one rank's process, as `PeerSockets` takes them: its own receiving end, and all sending ends.
-        Copies, owned by the caller.
+        Copies, owned by the caller. Raises OSError, and leaves none, if this process may open no more.
         """
         ends = [self._pairs[rank][0], *(sender for _, sender in self._pairs)] if self._pairs else []
-        return [os.dup(end.fileno()) for end in ends]
+        copies = list[int]()
+        with ExitStack() as undo:
+            for end in ends:
+                copies.append(os.dup(end.fileno()))
+                undo.callback(os.close, copies[-1])
+            undo.pop_all()
+        return copies
 
     def tell(self, rank: int, header: bytes) -> None:
         """Send a rank a message without data; if its inbox is full, once there is room. Never blocks."""

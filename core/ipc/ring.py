@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 from collections.abc import AsyncGenerator
+from contextlib import ExitStack
 
 from core.errors import EngineError
 
@@ -154,12 +155,16 @@ class Channel:
         """A new channel: this end, and the descriptors (memfd, socket) that a child attaches to.
 
         capacity: bytes each way, a multiple of 8. The parent must close its copy of the child's socket after the child
-        has started, or a death is never seen: `core.ipc.process.spawn` does, others call `close_child_fds`.
+        has started, or a death is never seen: `core.ipc.process.spawn` does, others call `close_child_fds`. Raises
+        OSError, and leaves nothing open, if there is no memory or this process may open no more.
         """
-        memfd = os.memfd_create("stencil-ring", os.MFD_CLOEXEC)
-        os.ftruncate(memfd, 2 * Ring.nbytes(capacity))
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        channel = cls(memfd, ours, creator=True)
+        with ExitStack() as undo:
+            memfd = os.memfd_create("stencil-ring", os.MFD_CLOEXEC)
+            undo.callback(os.close, memfd)
+            os.ftruncate(memfd, 2 * Ring.nbytes(capacity))
+            ours, theirs = map(undo.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
+            channel = cls(memfd, ours, creator=True)
+            undo.pop_all()
         fds = memfd, theirs.detach()
         channel._child_fds = tuple((fd, os.fstat(fd).st_ino) for fd in fds)
         return channel, fds

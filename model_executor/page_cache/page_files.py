@@ -67,6 +67,10 @@ class NoRoomError(Exception):
     """An entry that does not fit the budget even if everything is evicted. Not raised out of this module."""
 
 
+class DeletedError(Exception):
+    """An entry whose template was deleted while it was written. Not raised out of this module."""
+
+
 class PageFiles:
     """The disk tier: a directory of entries under one byte budget. Any process may call any method at any time; none
     raises because of what it finds on the disk. Files with other names are neither counted nor touched.
@@ -107,14 +111,15 @@ class PageFiles:
     def write(self, key: str, data: Bytes, block_bytes: int) -> bool:
         """Write an entry, uint8 [nbytes]; evicts the least recently used ones. An existing entry is not written again.
 
-        Returns False, and leaves no file, where the budget or the disk has no room or the directory cannot be written.
+        Returns False, and leaves no file, where the budget or the disk has no room, the directory cannot be written, or
+        the entry's template is deleted meanwhile.
         After a disk error no write is tried for RETRY_SECONDS.
         """
         if self._retry_at is not None and time.monotonic() < self._retry_at:
             return False
         try:
             self._write(key, data, block_bytes)
-        except (NoRoomError, IsADirectoryError):  # concerns this entry alone: others may still be written
+        except (NoRoomError, DeletedError, IsADirectoryError):  # concerns this entry alone: others may still be written
             return False
         except OSError as error:
             self._note_fault(error)
@@ -123,7 +128,7 @@ class PageFiles:
         return True
 
     def _write(self, key: str, data: Bytes, block_bytes: int) -> None:
-        """Raises OSError and NoRoomError."""
+        """Raises OSError, NoRoomError and DeletedError."""
         path, nbytes = self._path(key), _header_bytes(key, len(data), block_bytes) + len(data)
         if _touch(path, nbytes):
             return
@@ -131,7 +136,10 @@ class PageFiles:
             _write_entry(fd, key, data, block_bytes)
             os.utime(fd, ns=_now())
             with self._locked():
-                name.replace(path)
+                try:
+                    name.replace(path)
+                except FileNotFoundError as error:
+                    raise DeletedError from error
 
     def _note_fault(self, error: OSError) -> None:
         if self._retry_at is None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -29,7 +30,8 @@ class TakenWeights:
         self._address = address
         self._connection: socket.socket | None = None
         self._decoder: MessageDecoder[FromKeeper] = MessageDecoder(FromKeeper)
-        self._mappings: dict[ModelKey, weakref.ref[Any]] = {}  # of what this worker has taken and not dropped
+        # Of what this worker has taken and not dropped: its memory, None when that is not mapped any more.
+        self._mappings: dict[ModelKey, Callable[[], Any]] = {}
 
     def take(self, key: ModelKey, model: ModelConfig, part: str, cpu_threads: int = 0) -> tuple[nn.Module, int]:
         """(a component over memory that all its users share, its bytes); waits until it is loaded. model, part,
@@ -46,6 +48,7 @@ class TakenWeights:
         if isinstance(message, WeightsFailed):
             raise message.failure.to_error()
         assert fd is not None
+        self._mappings.setdefault(key, lambda: None)  # the keeper counts it as taken, even if it cannot be read
         try:
             module, memory = read_image(fd, Image(message.start, message.nbytes))
         finally:

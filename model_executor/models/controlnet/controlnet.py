@@ -69,7 +69,8 @@ class ControlNet(ABC):
     def recipe(self) -> str:
         """All that it computes depends on, besides its weights and configuration. Those with equal recipes, and equal
         weights, are one."""
-        return f"{type(self).__name__} {self._model.recipe}"
+        wish = " batch-invariant" if self.checkpoint.batch_invariant else ""
+        return f"{type(self).__name__} {self._model.recipe}{wish}"
 
     @classmethod
     def pack(cls, checkpoint: ModelCheckpoint, module: nn.Module) -> None:

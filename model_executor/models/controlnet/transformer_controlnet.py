@@ -78,8 +78,8 @@ class TransformerControlNet(ControlNet):
 
     @property
     def recipe(self) -> str:
-        """With the blocks that add something, of which equal ones may steer transformers of other depths."""
-        return f"{super().recipe} {self._places}"
+        """With the kernels, and the blocks that add something: equal ones may steer transformers of other depths."""
+        return f"{super().recipe} {self.checkpoint.kernels} {self._places}"
 
     @classmethod
     def pack(cls, checkpoint: ModelCheckpoint, module: nn.Module) -> None:

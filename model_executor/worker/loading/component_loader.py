@@ -89,16 +89,20 @@ class ComponentLoader:
         return checkpoint.device.type == "cpu" or not checkpoint.is_quantized(part)
 
     def _load(self, key: ModelKey) -> None:
+        answer = self._answer(key)
+        if isinstance(answer, ModelFailed):  # only now is the error gone, whose traceback referred to what was mapped
+            self._forget_unused()
+        self._report(answer)
+
+    def _answer(self, key: ModelKey) -> ModelLoaded | ModelFailed:
         started = time.monotonic()
         try:
-            loaded = self._loaded(key)
+            return ModelLoaded(self._rank, self._loaded(key), time.monotonic() - started)
         except BaseException as error:  # whatever it is, it fails the requests that need this component alone
             error = OutOfMemoryError(NO_ROOM) if is_out_of_memory(error) else error
             where = "" if isinstance(error, StencilError) else f"\n{traceback.format_exc()}"
             logger.error("a model cannot be loaded: %s%s", error, where, extra=of_request(""))
-            self._report(ModelFailed(self._rank, key, Failure.of(error)))
-            return
-        self._report(ModelLoaded(self._rank, loaded, time.monotonic() - started))
+            return ModelFailed(self._rank, key, Failure.of(error))
 
     def _loaded(self, key: ModelKey) -> LoadedComponent:
         if self._classes is not None and self._is_class(key):
@@ -118,7 +122,11 @@ class ComponentLoader:
             return  # its load has failed
         else:
             self._models.unload(key)
-        gc.collect()  # denoisers refer to themselves
+        self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        """Tell the keeper of what was dropped."""
+        gc.collect()  # denoisers refer to themselves, and errors may be in cycles, too
         if self._taken is not None:
             self._taken.drop_unused()
 

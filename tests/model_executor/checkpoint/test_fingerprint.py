@@ -85,6 +85,17 @@ def test_parts_that_the_index_leaves_out_count(path: Path, cache: Path) -> None:
     assert prints[0] == prints[2]
 
 
+def test_how_an_empty_prompt_is_embedded_counts(path: Path, cache: Path) -> None:
+    """Templates are primed with one. What is usual counts as where nothing is said, and other entries never do."""
+    index = json.loads((path / INDEX).read_text())
+    prints = []
+    for changes in ({}, {"force_zeros_for_empty_prompt": False}, {"force_zeros_for_empty_prompt": True, "note": 1}):
+        (path / INDEX).write_text(json.dumps(index | changes))
+        prints.append(fingerprint(opened(path), cache))
+    assert prints[0] != prints[1]
+    assert prints[0] == prints[2]
+
+
 def test_hashes_of_weights_are_remembered(path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = fingerprint(opened(path), cache)
     hashed = list[Path]()

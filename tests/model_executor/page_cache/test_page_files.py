@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -98,6 +99,23 @@ def test_a_templates_files_go_together(files: PageFiles) -> None:
         assert files.write(key, random_bytes(), BLOCK)
     files.delete_template("t")
     assert [read(files, key)[0] for key in keys] == [False, False, False, False, True, True]
+
+
+def test_a_template_that_is_deleted_while_it_is_written_is_no_fault_of_the_disk(
+    files: PageFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by another engine. Other entries are written at once."""
+    real = page_files._write_entry
+
+    def delete_then_write(fd: int, *entry: Any) -> None:
+        PageFiles(files.directory, files.budget_bytes).delete_template("t")
+        real(fd, *entry)
+
+    monkeypatch.setattr(page_files, "_write_entry", delete_then_write)
+    assert not files.write("t-latents", random_bytes(), BLOCK)
+    assert files.used_bytes() == 0
+    assert files.write("other", random_bytes(), BLOCK)
+    assert caplog.messages == []
 
 
 def test_one_entrys_file_goes_alone(files: PageFiles) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import gc
 import os
+import queue
 import shutil
 import socket
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from forked_processes import fork
@@ -23,6 +25,8 @@ from core.errors import ConfigError, EngineError
 from core.handles import ModelKey
 from core.ipc import local_sockets
 from core.ipc.process import ChildProcess
+from core.memory_budget import Room
+from core.messages.worker import ModelFailed, ModelLoaded
 from model_executor.checkpoint.loader import CONTROLNET_PART, ModelCheckpoint
 from model_executor.kernels.cpu_kernels import best_kernels
 from model_executor.kernels.cpu_layers import FastConv
@@ -31,6 +35,10 @@ from model_executor.models.controlnet.registry import make_controlnet
 from model_executor.models.registry import make_family
 from model_executor.weights import taking
 from model_executor.weights.taking import TakenWeights
+from model_executor.worker.loading.component_loader import ComponentLoader
+from model_executor.worker.loading.loader_thread import LoaderThread
+from model_executor.worker.loading.resident import ResidentModels
+from model_executor.worker.loading.weights_room import WeightsRoom
 from tools.random_checkpoints import make_flux
 from tools.random_controlnets import make_flux_controlnet, make_sd_controlnet
 from tools.random_unet_checkpoints import make_sd
@@ -132,6 +140,28 @@ def test_what_is_not_mapped_any_more_is_freed(keeper: ChildProcess, worker: Take
     until(lambda: kept(keeper) == 1)
     assert vae is None
     assert transformer is not None
+
+
+@pytest.mark.parametrize("fails", ["read_image", "install"])
+def test_a_load_that_fails_after_the_keepers_leaves_nothing_there(
+    keeper: ChildProcess, worker: TakenWeights, config: ModelConfig, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Whether the memory cannot be mapped, or what is made over it finds no room."""
+
+    def fail(*_: object) -> None:
+        assert kept(keeper) == 1
+        raise MemoryError
+
+    models = ResidentModels.open([msgspec.structs.replace(config, served_model_name="m")])
+    answers = queue.SimpleQueue[ModelLoaded | ModelFailed]()
+    room, thread = WeightsRoom(models, Room(1 << 40, "a test")), LoaderThread(models.device)
+    loader = ComponentLoader(0, models, room, answers.put, thread, worker)
+    monkeypatch.setattr(taking if fails == "read_image" else models, fails, fail)
+    loader.load(next(key for key in models.needs("m") if key.component == "vae"))
+    failed = answers.get(timeout=PATIENCE)
+    assert isinstance(failed, ModelFailed)
+    assert failed.failure.kind == "out_of_memory"
+    until(lambda: kept(keeper) == 0)
 
 
 def test_a_worker_that_is_restarted_finds_what_it_had(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -392,6 +394,40 @@ async def test_worker_that_cannot_start_says_why(tmp_path: Path, arena: Arena, p
     with pytest.raises(ConfigError, match="no model directory"):
         async with workers(tmp_path / "missing", arena, 1, CacheConfig(), pages):
             pass
+
+
+async def test_a_start_that_fails_leaves_no_descriptor_open(
+    arena: Arena, pages: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it fails: a dead worker's start is tried again and again."""
+
+    def refuse(*_: object) -> ChildProcess:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(executors, "spawn", refuse)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    config = EngineConfig(models=(ModelConfig(model="any"),), workers_per_engine=4)
+    causes = set[int | None]()
+    for spare in (0, 4, 5, 6, 8, 50):  # more that the process may open
+        before = open_descriptors()
+        executor = Executor(config, arena.handle, pages.handle, pages.handle)
+        free = sorted(set(range(1000)) - open_descriptors())
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free[spare], limit[1]))
+            with pytest.raises(ExceptionGroup) as errors:
+                await executor.__aenter__()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        (error,) = errors.value.exceptions
+        assert isinstance(error, OSError)
+        causes.add(error.errno)
+        assert open_descriptors() == before, f"with {spare} more"
+    assert causes == {errno.EMFILE, errno.EAGAIN}
+
+
+def open_descriptors() -> set[int]:
+    names = os.listdir("/proc/self/fd")
+    return {int(name) for name in names if os.path.lexists(f"/proc/self/fd/{name}")}
 
 
 async def test_without_a_disk_tier_there_are_no_files(lone: Executor, pages: Arena, cache_folder: Path) -> None:

@@ -7,17 +7,21 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from core.config import ModelConfig
+from core.config import ControlNetConfig, ModelConfig
 from core.errors import ConfigError
 from core.handles import ModelKey
 from model_executor.checkpoint import file_hashes
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.models.registry import make_family
 from model_executor.worker.loading.component_keys import Opened, component_keys, parts_of_models, prompt_twins
+from model_executor.worker.loading.resident_controlnets import ResidentControlnets
 from tools.random_checkpoints import make_flux, make_flux_fill, make_sd3
+from tools.random_controlnets import make_flux_controlnet
 
 Keys = dict[str, dict[str, ModelKey]]
 
@@ -127,6 +131,19 @@ def test_the_form_of_weights_is_part_of_the_key(fill: Path, tmp_path: Path) -> N
     assert shared(keys_of(opened(a=fill, b=half), tmp_path)) == set()
     plain = ModelConfig(model=str(fill), dtype="float32", device="cpu", kernels="torch")
     assert "transformer" not in shared(keys_of(opened(a=fill, b=plain), tmp_path)), "packed for other kernels"
+
+
+@pytest.mark.parametrize("setting", [{}, {"kernels": "torch"}, {"batch_invariant": True}])
+def test_only_models_that_compute_alike_share_a_controlnet(dev: Path, tmp_path: Path, setting: dict[str, Any]) -> None:
+    """It has the kernels of its model, and keeps the promises of that one."""
+    net = ControlNetConfig("edges", str(make_flux_controlnet(tmp_path / "net")))
+    first = ModelConfig(model=str(dev), served_model_name="a", dtype="float32", device="cpu", controlnets=(net,))
+    configs = [first, msgspec.structs.replace(first, served_model_name="b", **setting)]
+    nets = ResidentControlnets.open(configs, opened(a=configs[0], b=configs[1]), tmp_path / "cache").nets
+    one, other = (nets[name]["edges"] for name in "ab")
+    assert (one is other) == (not setting)
+    settings = [(net.checkpoint.kernels, net.checkpoint.batch_invariant) for net in (one, other)]
+    assert settings == [(config.kernels, config.batch_invariant) for config in configs]
 
 
 def test_a_scheduler_that_counts_in_other_timesteps_makes_another_denoiser(
