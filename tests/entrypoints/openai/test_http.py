@@ -500,6 +500,17 @@ async def test_failure_after_the_headers_is_the_last_event(
     assert "/secret/path" not in response.text
 
 
+@pytest.mark.parametrize("stream", ["true", "false"])
+async def test_the_engine_learns_that_an_edit_has_failed(
+    client: httpx.AsyncClient, engine: FakeEngine, stream: str
+) -> None:
+    """Otherwise it would count the images as given up by the client, see RunningSessions.track."""
+    engine.failing = DeadlineExceededError("late")
+    await post_edit(client, stream=stream)
+    assert engine.failed_with is engine.failing
+    assert engine.num_open == 0
+
+
 async def test_errors_before_the_stream_are_plain_answers(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert_refused(await post_edit(client, stream="true", n="11"), 400, "integer_above_max_value", "n")
     engine.entering = OverloadedError("full", retry_after=1)
