@@ -337,6 +337,15 @@ async def test_declared_length_is_refused_unread(client: httpx.AsyncClient) -> N
     assert sent == []
 
 
+@pytest.mark.parametrize(
+    ("digits", "status"), [("0" * 5000 + "2", 200), ("0" * 5000 + "9" * 12, 413), ("9" * 5000, 413)]
+)
+async def test_a_declared_length_of_many_digits(client: httpx.AsyncClient, digits: str, status: int) -> None:
+    body = {"prompt": "p"}
+    response = await client.post("/v1/images/generations", json=body, headers={"content-length": digits})
+    assert response.status_code == status, response.text
+
+
 async def test_images_beyond_the_first_are_not_stored(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     big = b"y" * (MAX_UPLOAD_BYTES - 1)
     images = [("image[]", ("a.png", big))] * 16
