@@ -24,6 +24,9 @@ from entrypoints.openai.fields.own_fields import unfit_name
         ("strength", TRUTH, False),
         ("n", INTEGER, True),
         ("lora", text(8), False),  # its values are no texts
+        ("quality", text(8), False),  # of the request's own few words
+        ("style", text(8), True),  # likewise, but to no effect
+        ("frame_count", INTEGER, True),
         ("seed", tensor("int64", 1), False),
         ("stamp", STAMP, True),
         ("image", STAMP, False),
@@ -34,6 +37,24 @@ from entrypoints.openai.fields.own_fields import unfit_name
 def test_an_input_of_a_models_workflow_is_no_other_field_of_requests(name: str, form: Form, is_fit: bool) -> None:
     workflow = replace(GUARDED, inputs=(*GUARDED.inputs[:-2], Port.of(name, form)))
     assert unfit_name(workflow)[0] == ("" if is_fit else name)
+
+
+@pytest.mark.parametrize("operation", ["generations", "edits"])
+async def test_an_input_takes_the_place_of_a_field_without_effect(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    """What its class alone reads is not ignored, either, though it says nothing to this model."""
+    own = {"style": text(8), "frame_count": INTEGER, "negative_prompt": text(8)}
+    workflow = replace(GUARDED, inputs=(*GUARDED.inputs[:-2], *(Port.of(name, form) for name, form in own.items())))
+    monkeypatch.setattr(engine, "workflow_of", lambda model: workflow)
+    inputs = {"style": "noir", "frame_count": 40, "negative_prompt": "fog"}
+    body = {"prompt": "p", "moderation": "auto", "image": "data:image/png;base64,aGk=", **inputs}
+    if operation == "generations":
+        del body["image"]
+    answer = await client.post(f"/v1/images/{operation}", json=body)
+    assert answer.status_code == 200, answer.text
+    assert engine.last.inputs == inputs
+    assert answer.json()["stencil"]["ignored"] == ["moderation"]
 
 
 @pytest.mark.parametrize(("name", "is_fit"), [("image", True), ("stream", True), ("lora", True), ("model", False)])
