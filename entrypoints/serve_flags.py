@@ -251,8 +251,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--rate-limit",
             ServeOptions,
-            "edits, generations, prompts and template registrations per minute for each key, or without keys for each "
-            "client address; more get 429; 0: no limit",
+            "edits, generations, masks, prompts, templates and adapter loads per minute for each key, or without keys "
+            "for each client address; more get 429; 0: no limit",
             "N",
             bounds=(0, 1_000_000),
         ),

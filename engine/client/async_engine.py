@@ -85,7 +85,6 @@ class AsyncEngine:
         Raises ConfigError or EngineError, and then leaves nothing behind.
         """
         check_limits(self.config.shared_bytes, self.config.engine.cache.host_bytes)
-        await asyncio.to_thread(check_page_folder, self.config.engine.cache)
         services = Services.create(self.config, self.metrics, self._served, self._sessions, self.templates)
         self.services, self._results, changing = services, ResultTemplates(services), asyncio.Lock()
         self._adapters, self._workflows = RuntimeAdapters(services, changing), RuntimeWorkflows(services, changing)
@@ -93,7 +92,8 @@ class AsyncEngine:
         self.metrics.watch_queue(lambda: self.num_requests_running, lambda: self.num_requests_waiting)
         self.metrics.watch_image_processors(services.images, lambda: services.admission.drain_seconds)
         self.metrics.watch_states(services.states)
-        try:
+        try:  # what follows awaits, and HTTP is served meanwhile: it asks for the services
+            await asyncio.to_thread(check_page_folder, self.config.engine.cache)
             if services.keeper is not None:
                 services.keeper.start()
             services.engines.start()

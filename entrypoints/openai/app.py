@@ -45,6 +45,7 @@ from entrypoints.openai.guards.middleware import (
     REQUEST_ID,
     ApiKeyGuard,
     RequestContext,
+    UncaughtErrors,
     answer,
     bearer_key,
     owner_of,
@@ -129,6 +130,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | N
         app.add_middleware(ApiKeyGuard, keys=app.state.keys, is_guarded=guarded)
     else:
         app.add_middleware(OriginGuard, allowed=settings.allowed_origins)  # not with keys: foreign pages have none
+    app.add_middleware(UncaughtErrors)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

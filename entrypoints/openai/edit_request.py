@@ -107,7 +107,8 @@ def build_call(
         input_files=submission.input_files,
         **(_of_mask(values) if is_edit else {}),
     )
-    ignored = [name for name in _ignored(operation, values, choice) if name in given]
+    for_class = submission.own.fields if submission.own else {}  # which reads them, whatever they are to its model
+    ignored = [name for name in _ignored(operation, values, choice) if name in given and name not in for_class]
     return ImagesCall(
         operation=operation,
         edit=edit,
@@ -117,7 +118,7 @@ def build_call(
         background="opaque" if values.get("background") == "opaque" and "background" not in ignored else None,
         safety_identifier=safety_identifier(values),
         ignored=(*ignored, *(() if sees_references else submission.references), *submission.ignored),
-        ignored_if_exact=tuple(name for name in given if name in _MASK_AWARE_FIELDS),
+        ignored_if_exact=tuple(name for name in given if name in _MASK_AWARE_FIELDS and name not in for_class),
     )
 
 

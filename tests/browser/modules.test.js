@@ -1,9 +1,10 @@
-// Modules that need no browser: the server's token rule in JavaScript, events, snippets, lanes.
+// Modules that need no browser: the server's token rule in JavaScript, events, snippets, lanes, what is sent of a form.
 import assert from "node:assert/strict";
 import { createServer } from "node:http";
 import { after, test } from "node:test";
 
 import { ApiError, edit, get } from "../../entrypoints/playground/static/js/api.js";
+import { ControlPicture } from "../../entrypoints/playground/static/js/control-picture.js";
 import { waitForModels } from "../../entrypoints/playground/static/js/model.js";
 import { events } from "../../entrypoints/playground/static/js/sse.js";
 import { asCurl, asPython, namedFiles } from "../../entrypoints/playground/static/js/snippets.js";
@@ -187,4 +188,23 @@ test("a number that is none of a tensor's dtype is refused, not cut to its bits"
       assert.throws(() => tensorText(JSON.stringify([number]), dtype), new RegExp(`${number} is no ${dtype}`));
     }
   }
+});
+
+/** A document of which each element is there, and does nothing. */
+function blankDocument() {
+  const element = () => ({ value: "", validity: {}, addEventListener() {}, setAttribute() {}, append() {}, replaceChildren() {} });
+  const elements = {};
+  return { getElementById: (id) => (elements[id] ??= element()), createElement: element, addEventListener() {} };
+}
+
+test("a control picture is sent to no model without ControlNets", () => {
+  globalThis.document = blankDocument();
+  const control = new ControlPicture();
+  control.settings = { file: { name: "edges.png" }, thumbnail: null, type: "edges" };
+  const sent = [["edges"], [], ["edges"]].map((types) => {
+    control.offer(types, 1);
+    return control.settings?.file.name ?? null;
+  });
+  assert.deepEqual(sent, ["edges.png", null, "edges.png"], "it is there again for a model that has them");
+  delete globalThis.document;
 });

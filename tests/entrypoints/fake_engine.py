@@ -13,7 +13,7 @@ import msgspec
 
 from core.config import StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
-from core.errors import AdapterNotFoundError, ModelNotFoundError, OverloadedError
+from core.errors import AdapterNotFoundError, ModelNotFoundError, OverloadedError, StencilError
 from core.graph.workflow import Workflow
 from core.lora import Lora
 from core.model_choice import ModelChoice, choose_model
@@ -76,6 +76,7 @@ class FakeEngine:
         self.choice: ModelChoice | None = None  # of the last edit
         self.files: dict[str, bytes] = {}  # content of the last edit's uploads
         self.num_open = 0
+        self.failed_with: StencilError | None = None  # what the last edit's context was left with
         self.open_ids: list[str] = []  # of edits
         self.has_begun = True  # whether workers have begun those that are open
         self.brought: list[Workflow] = []
@@ -149,6 +150,9 @@ class FakeEngine:
         self.open_ids.append(request_id)
         try:
             yield self._outputs(edit)
+        except StencilError as error:
+            self.failed_with = error
+            raise
         finally:
             self.num_open -= 1
             self.open_ids.remove(request_id)

@@ -78,13 +78,22 @@ class EngineResponse(Response, ABC, Generic[Call]):
 class EditResponse(EngineResponse[ImagesCall]):
     """The answer to an edit, a generation, or a request for a mask."""
 
+    _is_streaming = False  # the stream has begun, and is not complete
+
     async def _run(self, record: RequestRecord, send: Send) -> None:
-        async with self._engine.edit(record.request_id, self._call.edit, self._call.choice) as outputs:
-            self._submission.close()  # the engine has its own copy by now
-            if self._call.stream:
-                await self._send_events(record, outputs, send)
-            else:
-                await self._send_json(outputs, send)
+        try:
+            async with self._engine.edit(record.request_id, self._call.edit, self._call.choice) as outputs:
+                self._submission.close()  # the engine has its own copy by now
+                if self._call.stream:
+                    await self._send_events(outputs, send)
+                else:
+                    await self._send_json(outputs, send)
+        except _ClientStalledError:
+            raise  # the client would not read an error either
+        except Exception as error:  # here, and not within the context: that counts what fails
+            if not self._is_streaming:
+                raise
+            await _send_error(record, error, send)  # otherwise the stream would end like a success without an image
 
     async def _send_json(self, outputs: AsyncIterator[ImageOutput], send: Send) -> None:
         images = [output async for output in outputs if output.partial_index is None]
@@ -96,21 +105,15 @@ class EditResponse(EngineResponse[ImagesCall]):
             parts = images_response(self._call, sorted(images, key=lambda image: image.image_index))
         await send_json(send, parts)
 
-    async def _send_events(self, record: RequestRecord, outputs: AsyncIterator[ImageOutput], send: Send) -> None:
+    async def _send_events(self, outputs: AsyncIterator[ImageOutput], send: Send) -> None:
         await _start(send, _STREAM_HEADERS)
-        try:
-            async with aclosing(_with_silences(outputs)) as events:
-                async for output in events:
-                    self._note(output)
-                    await _send_parts(send, [_KEEP_ALIVE] if output is None else image_event(self._call, output))
-        except _ClientStalledError:
-            raise  # the client would not read an error either
-        except Exception as error:  # otherwise the stream would end like a success without an image
-            log_internal(error)
-            reply = describe(error)
-            record.note_error(reply.code)
-            await _send_parts(send, [error_event(reply.envelope)])
-        await send({"type": "http.response.body", "body": b""})
+        self._is_streaming = True
+        async with aclosing(_with_silences(outputs)) as events:
+            async for output in events:
+                self._note(output)
+                await _send_parts(send, [_KEEP_ALIVE] if output is None else image_event(self._call, output))
+        await _end(send)
+        self._is_streaming = False
 
     def _note(self, output: ImageOutput | None) -> None:
         if output is not None and output.report is not None:
@@ -163,7 +166,16 @@ async def send_json(send: Send, parts: Parts) -> None:
     length = sum(len(part) for part in parts)
     await _start(send, {"content-type": "application/json", "content-length": str(length)})
     await _send_parts(send, parts)
-    await send({"type": "http.response.body", "body": b""})
+    await _end(send)
+
+
+async def _send_error(record: RequestRecord, error: Exception, send: Send) -> None:
+    """End a stream with an error as its last event."""
+    log_internal(error)
+    reply = describe(error)
+    record.note_error(reply.code)
+    await _send_parts(send, [error_event(reply.envelope)])
+    await _end(send)
 
 
 async def _start(send: Send, headers: dict[str, str]) -> None:
@@ -175,3 +187,7 @@ async def _send_parts(send: Send, parts: Parts) -> None:
     for piece in send_pieces(parts):
         await send({"type": "http.response.body", "body": piece, "more_body": True})
         await asyncio.sleep(0)  # `send` does not yield while the client keeps up
+
+
+async def _end(send: Send) -> None:
+    await send({"type": "http.response.body", "body": b""})

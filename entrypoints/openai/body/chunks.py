@@ -13,6 +13,7 @@ from entrypoints.openai.answer.errors import BodyTimeoutError, RequestTooLargeEr
 
 STALL_SECONDS = 60.0  # maximum pause within a body
 MIN_BYTES_PER_SECOND = 8 * 1024  # average after STALL_SECONDS; otherwise a byte per minute would keep an upload slot
+_MOST_DIGITS = 20  # of a length, that say enough; int() refuses more than 4300, also if most are zeros
 
 
 async def read_chunks(request: Request, limit: int) -> AsyncIterator[bytes]:
@@ -46,7 +47,7 @@ async def _next_chunk(stream: AsyncGenerator[bytes], patience: float) -> bytes |
 
 def _check_content_length(request: Request, limit: int) -> None:
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > limit:
+    if length.isdecimal() and int(length.lstrip("0")[:_MOST_DIGITS] or 0) > limit:
         raise body_too_large(limit)
 
 

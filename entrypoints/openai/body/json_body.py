@@ -1,7 +1,8 @@
 """Reads a JSON body that contains pictures while it arrives.
 
 Parsing a body of 100 MB at once would block the event loop for a tenth of a second. So strings above 512 KiB, which
-only pictures reach, are removed before parsing: each becomes an upload of its own, and a marker takes its place.
+only pictures and texts of workflows reach, are removed before parsing: each becomes an upload of its own, and a marker
+takes its place.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import uuid
 from entrypoints.openai.body.uploads import SpooledUpload
 
 LONG_STRING_BYTES = 512 * 1024
-"""More than any valid text field needs: 32000 characters of at most 12 bytes each, as escaped surrogate pairs."""
+"""More than any text field of the API itself needs: 32000 characters of at most 12 bytes each, as escaped surrogate
+pairs."""
 PIECE_BYTES = 64 * 1024
 """Processed between two turns of the event loop; takes 1 ms at worst. Must be at most LONG_STRING_BYTES: then a string
 within one piece is never long, and only the first and last quote of a piece matter."""
-_CUT_ESCAPE = re.compile(rb"\\(u[0-9a-fA-F]{0,3})?\Z")
-_LONGEST_CUT_ESCAPE = 5
+_CUT_ESCAPE = re.compile(rb"(\\u[dD][89abAB][0-9a-fA-F]{2})?(\\(u[0-9a-fA-F]{0,3})?)?\Z")
+"""What may be incomplete at the end of a piece: an escape, and the second half of a surrogate pair. Matches nothing,
+too."""
+_LONGEST_CUT_ESCAPE = 11
 
 
 class JsonBody:
@@ -28,7 +32,7 @@ class JsonBody:
     def __init__(self) -> None:
         self.text = bytearray()  # the document, with markers instead of long strings
         self.string_bytes = 0  # of `text`, in strings that reach from one piece into the next: in all of some size
-        self.long_strings: dict[str, SpooledUpload] = {}  # marker -> the string's content
+        self.long_strings: dict[str, SpooledUpload] = {}  # marker -> the string's content, in UTF-8
         self._marker = f"long-string-{uuid.uuid4().hex}"  # random, so that a client cannot send it
         self._is_in_string = False
         self._content: list[bytearray] = []  # of the current string until it is long; pieces never split an escape
@@ -103,14 +107,17 @@ class JsonBody:
 
 
 def _uncut(plain: bytes) -> int:
-    """The length without an incomplete escape at the end, which may continue in the next piece."""
+    """The length without what may continue in the next piece: an incomplete escape, or the first half of a pair."""
     match = _CUT_ESCAPE.search(plain, max(0, len(plain) - _LONGEST_CUT_ESCAPE))
-    return match.start() if match else len(plain)
+    assert match is not None
+    return match.start()
 
 
 def _unescape(content: bytes | bytearray) -> bytes | bytearray:
-    """Resolve escapes; non-ASCII characters become "?", also invalid in base64. Raises ValueError for a bad escape."""
+    """Resolve escapes. content: UTF-8, of which the first and last character may be cut; so is the result. Raises
+    ValueError for a bad escape, or half of a surrogate pair.
+    """
     if b"\\" not in content:
         return content
-    text: str = json.loads(b'"%s"' % content if content.isascii() else f'"{content.decode("latin-1")}"', strict=False)
-    return text.encode("ascii", "replace")
+    text: str = json.loads(f'"{content.decode(errors="surrogateescape")}"', strict=False)
+    return text.encode(errors="surrogateescape")

@@ -4,7 +4,7 @@ fields. Enforces all limits on its size while it arrives.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import Annotated, TypeVar, cast
@@ -392,6 +392,7 @@ async def _read_json_pictures(request: Request, max_upload_bytes: int, form: _Fo
         is_alone = own is not None and own.is_alone
         sources, references = _pop_images(members) if "image" in form.files and not is_alone else ({}, {})
         controls = {} if is_alone else _pop_controls(members)
+        await _put_back_texts(members, own.fields if own else (), body, MAX_TEXT_BYTES - _text_bytes(body, num_files))
         _take_json_scalars(submission, members, fields, body)
         await take(submission.own_pictures, pictures, len(pictures))
         for name, raw in tensors.items():
@@ -415,15 +416,39 @@ async def _read_json(request: Request, limit: int, num_files: int = 0) -> JsonBo
     """Read a JSON body of at most `limit` bytes, of which at most MAX_TEXT_BYTES are neither in long strings nor in as
     many shorter ones as it may have files: small files are such.
     """
-    body, of_files = JsonBody(), num_files * LONG_STRING_BYTES
+    body = JsonBody()
     with ExitStack() as on_error:
         on_error.callback(body.close)
         async for chunk in read_chunks(request, limit):
             await body.feed(chunk)
-            if len(body.text) - min(body.string_bytes, of_files) > MAX_TEXT_BYTES:
+            if _text_bytes(body, num_files) > MAX_TEXT_BYTES:
                 raise body_too_large(MAX_TEXT_BYTES)
         on_error.pop_all()
     return body
+
+
+def _text_bytes(body: JsonBody, num_files: int) -> int:
+    """Bytes of a body that are in no file, as far as is known before it is parsed."""
+    return len(body.text) - min(body.string_bytes, num_files * LONG_STRING_BYTES)
+
+
+async def _put_back_texts(
+    members: dict[str, msgspec.Raw], names: Iterable[str], body: JsonBody, most_bytes: int
+) -> None:
+    """Replace markers of long strings by these strings where they are inputs of a workflow. most_bytes: of all of them.
+    Raises RequestTooLargeError, and InvalidRequestError if one is not UTF-8.
+    """
+    of_markers = {f'"{marker}"'.encode(): upload for marker, upload in body.long_strings.items()}
+    for name in names:
+        upload = of_markers.get(bytes(memoryview(members[name]))) if name in members else None
+        if upload is None:
+            continue
+        if (most_bytes := most_bytes - upload.size) < 0:
+            raise body_too_large(MAX_TEXT_BYTES)
+        try:
+            members[name] = msgspec.Raw(msgspec.json.encode((await upload.read()).decode()))
+        except UnicodeDecodeError as error:
+            raise InvalidRequestError(f"Invalid '{name}': not valid UTF-8.", param=name) from error
 
 
 def _members(body: JsonBody) -> dict[str, msgspec.Raw]:

@@ -56,7 +56,8 @@ class OwnField(Field):
 @dataclass(frozen=True)
 class OwnFields:
     """Of one workflow. is_alone: all that it takes are fields and files of its own, whatever the endpoint's fields of
-    these names mean; otherwise it works for a model, and the endpoint's own fields keep their meaning.
+    these names mean; otherwise it works for a model, and the endpoint's own fields that have an effect keep their
+    meaning.
     """
 
     workflow: str
@@ -80,7 +81,8 @@ class OwnFields:
 
     def over(self, fields: Mapping[str, Field]) -> dict[str, Field]:
         """The fields of a request. fields: the endpoint's."""
-        return {**fields, **self.fields} if self.is_alone else {**self.fields, **fields}
+        stronger = {} if self.is_alone else {name: field for name, field in fields.items() if field.has_effect}
+        return {**fields, **self.fields, **stronger}
 
     @cached_property
     def pictures(self) -> tuple[str, ...]:
@@ -147,8 +149,11 @@ def unfit_name(workflow: Workflow) -> tuple[str, str]:
 
 
 def _fits(name: str, own: Mapping[str, Field]) -> bool:
-    """Whether a model's requests can have an input of this name: they have no such field, or one of its kind."""
+    """Whether a model's requests can have an input of this name: they have no such field, or one of its kind; of a text
+    with few choices only if it has no effect, as the input's own field takes its place then.
+    """
     field = EDIT_FIELDS.get(name) or GENERATION_FIELDS.get(name)
     if field is None:
         return name not in FILE_FIELDS
-    return type(field) is Field and name in own and own[name].kind == field.kind
+    is_narrow = field.has_effect and bool(field.choices)
+    return type(field) is Field and not is_narrow and name in own and own[name].kind == field.kind

@@ -1,4 +1,4 @@
-"""Middleware for every request: assigns its id and record, checks its API key. Plain ASGI, so nothing is buffered."""
+"""Middleware for every request: its id and record, its API key, uncaught errors. Plain ASGI, so nothing is buffered."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ REQUESTS = ("http", "websocket")
 
 
 class RequestContext:
-    """The outermost middleware: gives each request its id and record, sets `x-request-id` and `openai-processing-ms`,
-    and answers uncaught exceptions with 500.
+    """The outermost middleware: gives each request its id and record, and each answer `x-request-id` and
+    `openai-processing-ms`.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracer: Tracer) -> None:
@@ -44,10 +44,7 @@ class RequestContext:
             return
         request_id = scope[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
         record = scope[RECORD] = RequestRecord(request_id, scope, self._metrics, self._tracer)
-        with record.open():
-            await self._serve(record, scope, receive, send)
 
-    async def _serve(self, record: RequestRecord, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "websocket.accept":
                 record.status = 101
@@ -58,18 +55,35 @@ class RequestContext:
                 headers["openai-processing-ms"] = str(round((time.monotonic() - record.started) * 1e3))
             await send(message)
 
-        try:
+        with record.open():
             await self._app(scope, receive, send_with_headers)
+
+
+class UncaughtErrors:
+    """Answers uncaught exceptions with 500. Runs behind CORSMiddleware, so that pages of allowed origins can read that,
+    too.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in REQUESTS:
+            await self._app(scope, receive, send)
+            return
+        record: RequestRecord = scope[RECORD]
+        try:
+            await self._app(scope, receive, send)
         except asyncio.CancelledError:  # the server shuts down: not an error to log
             if record.status:
                 record.is_client_gone = True
             else:
-                await answer(scope, not_ready(is_closing=True))(scope, receive, send_with_headers)
+                await answer(scope, not_ready(is_closing=True))(scope, receive, send)
         except Exception as error:  # a bug: the client must get an answer, and the log a traceback
             log_internal(error)
             if record.status:
                 raise
-            await answer(scope, error)(scope, receive, send_with_headers)
+            await answer(scope, error)(scope, receive, send)
 
 
 def answer(scope: MutableMapping[str, Any], error: BaseException) -> Response:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,7 +16,9 @@ import pytest
 from api_calls import IMAGE, assert_refused, post_edit, post_json
 from fake_engine import MODEL, FakeEngine
 
+from core.config import CacheConfig, EngineConfig, ModelConfig, StencilConfig
 from core.errors import (
+    ConfigError,
     DeadlineExceededError,
     EngineDeadError,
     InvalidImageError,
@@ -25,6 +28,8 @@ from core.errors import (
     RunError,
 )
 from core.ipc.logs import TextFormatter
+from engine.client import async_engine
+from engine.client.async_engine import AsyncEngine
 from entrypoints.openai.answer import edit_response
 from entrypoints.openai.app import ServerSettings, create_app
 from entrypoints.openai.body import chunks
@@ -161,6 +166,32 @@ async def test_not_ready(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     for response in (await client.get("/ready"), await client.get("/v1/models"), await post_edit(client)):
         assert_refused(response, 503, "server_is_overloaded", None)
         assert response.headers["retry-after"] == "2"
+
+
+async def test_it_loads_while_the_folder_of_cached_pages_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HTTP is served from the first moment on, and a file system may take long to answer."""
+    answered = threading.Event()
+
+    def check_slowly(cache: CacheConfig) -> None:
+        answered.wait()
+        raise ConfigError("it is no folder")
+
+    monkeypatch.setattr(async_engine, "check_page_folder", check_slowly)
+    model = ModelConfig(model="m", device="cuda")  # whose workers no launcher forks
+    engine = AsyncEngine(StencilConfig(engine=EngineConfig(models=(model,))))
+    app = create_app(engine, ServerSettings(api_keys=(), max_upload_bytes=1000, comfy_api=True))
+    starting = asyncio.create_task(engine.start())
+    await asyncio.sleep(0)
+    try:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            state = {"index": 0, "alive": False, "state": "loading", "restarts": 0, "workers": 0}
+            assert (await client.get("/health")).json() == {"status": "loading", "engines": [state]}
+            assert (await client.get("/v1/engine/stats")).json()["engines"][0]["state"] == "loading"
+            assert (await client.post("/upload/image", files=[IMAGE])).status_code == 400  # it is no picture
+    finally:
+        answered.set()
+    with pytest.raises(ConfigError, match="no folder"):
+        await starting
 
 
 async def test_ready_models_and_metrics(client: httpx.AsyncClient) -> None:
@@ -337,6 +368,15 @@ async def test_declared_length_is_refused_unread(client: httpx.AsyncClient) -> N
     assert sent == []
 
 
+@pytest.mark.parametrize(
+    ("digits", "status"), [("0" * 5000 + "2", 200), ("0" * 5000 + "9" * 12, 413), ("9" * 5000, 413)]
+)
+async def test_a_declared_length_of_many_digits(client: httpx.AsyncClient, digits: str, status: int) -> None:
+    body = {"prompt": "p"}
+    response = await client.post("/v1/images/generations", json=body, headers={"content-length": digits})
+    assert response.status_code == status, response.text
+
+
 async def test_images_beyond_the_first_are_not_stored(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     big = b"y" * (MAX_UPLOAD_BYTES - 1)
     images = [("image[]", ("a.png", big))] * 16
@@ -498,6 +538,17 @@ async def test_failure_after_the_headers_is_the_last_event(
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["type"] == "server_error"
     assert "/secret/path" not in response.text
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+async def test_the_engine_learns_that_an_edit_has_failed(
+    client: httpx.AsyncClient, engine: FakeEngine, stream: str
+) -> None:
+    """Otherwise it would count the images as given up by the client, see RunningSessions.track."""
+    engine.failing = DeadlineExceededError("late")
+    await post_edit(client, stream=stream)
+    assert engine.failed_with is engine.failing
+    assert engine.num_open == 0
 
 
 async def test_errors_before_the_stream_are_plain_answers(client: httpx.AsyncClient, engine: FakeEngine) -> None:

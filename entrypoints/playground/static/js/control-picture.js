@@ -9,6 +9,7 @@ const DECIMALS = { scale: "Control scale", start: "Control start", end: "Control
 /** Holds one picture, {file, thumbnail: canvas}, or none. */
 export class ControlPicture {
   #picture = null;
+  #isOffered = false; // the model has ControlNets
   #list = byId("control");
   #type = byId("control-type");
   #report;
@@ -22,15 +23,16 @@ export class ControlPicture {
 
   /** Offer the model's control types, and the scale that it has by default; nothing where it has no ControlNet. */
   offer(types, scale) {
-    byId("control-box").hidden = byId("control-fields").hidden = !types.length;
+    this.#isOffered = types.length > 0;
+    byId("control-box").hidden = byId("control-fields").hidden = !this.#isOffered;
     byId("control-type-box").hidden = types.length < 2;
     this.#type.replaceChildren(...types.map((name) => el("option", { value: name }, name)));
     byId("control-scale").placeholder = scale;
   }
 
-  /** {file, thumbnail, type, scale, start, end}, null where a number is left to the server; null: no picture. */
+  /** {file, thumbnail, type, scale, start, end}, null where a number is left to the server; null: no picture, or no use for one. */
   get settings() {
-    if (!this.#picture) return null;
+    if (!this.#picture || !this.#isOffered) return null;
     const numbers = Object.entries(DECIMALS).map(([name, label]) => [name, decimal(`control-${name}`, label)]);
     const steering = Object.fromEntries(numbers);
     if ((steering.start ?? 0) >= (steering.end ?? 1)) throw new BadField(byId("control-start"), "Control start is below control end.");

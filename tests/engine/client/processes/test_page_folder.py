@@ -91,7 +91,7 @@ def test_denied_write_access_is_noticed_also_by_root(
     assert "not written" in caplog.text
 
 
-async def test_an_engine_refuses_the_folder_before_it_spawns_anything(tmp_path: Path) -> None:
+async def test_an_engine_refuses_the_folder_before_it_starts(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     engine = AsyncEngine(StencilConfig(engine=EngineConfig(cache=CacheConfig(directory=str(file)))))

@@ -49,8 +49,9 @@ def restore(value: Any, strings: dict[str, bytes]) -> Any:
 
 SHORT = st.text(st.sampled_from('aZ0/\n"\\é😀{}[],:'), max_size=3)  # at most 36 bytes, escaped
 BASE64 = st.text(st.sampled_from("aZ09+/=\n\r\t"), max_size=100)
+LONG = BASE64 | st.text(st.sampled_from('aZ0/\n"\\é😀'), max_size=100)
 DOCUMENT = st.recursive(
-    SHORT | BASE64 | st.integers() | st.none(), lambda x: st.lists(x) | st.dictionaries(SHORT | BASE64, x), max_leaves=8
+    SHORT | LONG | st.integers() | st.none(), lambda x: st.lists(x) | st.dictionaries(SHORT | LONG, x), max_leaves=8
 )
 
 

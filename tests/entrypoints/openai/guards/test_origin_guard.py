@@ -62,7 +62,10 @@ async def test_pages_of_an_allowed_origin_may_read_and_change(
         assert may.headers["access-control-allow-headers"] == PREFLIGHT["access-control-request-headers"]
         good, bad = await post_edit(client), await post_edit(client, n="11")
         assert (good.status_code, bad.status_code) == (200, 400)
-        for answer in (may, good, bad, await client.get("/v1/models")):
+        engine.entering = RuntimeError("a bug")
+        failed = await post_edit(client)
+        assert failed.status_code == 500
+        for answer in (may, good, bad, failed, await client.get("/v1/models")):
             assert answer.headers["access-control-allow-origin"] == allowed
             assert "access-control-allow-credentials" not in answer.headers
         assert "x-request-id" in good.headers["access-control-expose-headers"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 import openai
@@ -13,7 +15,9 @@ from api_calls import IMAGE, error_of, post_edit
 from fake_engine import FakeEngine
 
 from entrypoints.openai.app import ServerSettings, create_app
+from entrypoints.openai.guards.rate_limit import LIMITED
 
+DOCS = Path(__file__).resolve().parents[4] / "docs"
 COUNTED = {"x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"}
 
 
@@ -51,6 +55,26 @@ async def test_loads_of_adapters_are_counted(engine: FakeEngine) -> None:
         answers = [await client.post("/v1/load_lora_adapter", json={}) for _ in range(2)]
         assert [answer.status_code for answer in answers] == [403, 429]
         assert (await client.post("/v1/unload_lora_adapter", json={})).status_code == 403
+
+
+CALLED = {
+    "/v1/images/edits": "edits",
+    "/v1/images/generations": "generations",
+    "/v1/images/masks": "masks",
+    "/v1/templates": "templates",
+    "/v1/load_lora_adapter": "adapter loads",
+    "/prompt": "prompt",
+    "/api/prompt": "prompt",
+}
+
+
+@pytest.mark.parametrize(
+    ("page", "place"), [("flags.md", r"^\| `--rate-limit .*?$"), ("api.md", r"^`--rate-limit.*?\n$")]
+)
+def test_the_documentation_names_all_that_is_counted(page: str, place: str) -> None:
+    assert CALLED.keys() == set(LIMITED)
+    (text,) = re.findall(place, (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert [word for word in CALLED.values() if word not in " ".join(text.split())] == []
 
 
 async def test_only_work_is_counted(engine: FakeEngine) -> None:
