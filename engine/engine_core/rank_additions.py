@@ -68,11 +68,17 @@ class RankAdditions:
         self._configured: set[Removal] = {DropAdapter(model, patch) for model, patch in configured}
         self._made: dict[Removal, Addition] = {}  # what undoes it -> how to make it again
         self._loads: dict[str, _Load] = {}  # request id -> the load
+        self._awaited: list[set[str]] = [set() for _ in range(num_ranks)]  # by rank: request ids it has not answered
 
     def load(self, message: Addition) -> None:
         """Have all ranks take something in use, see `note`; while none is up, the first one that joins."""
         self._loads[message.request_id] = _Load(message, set(self._up))
-        self._tell_all(message)
+        for rank in sorted(self._up):
+            self._add(rank, message)
+
+    def is_loading(self, rank: int) -> bool:
+        """Whether a rank has still to answer what it was told to take in use."""
+        return bool(self._awaited[rank])
 
     def drop(self, message: Removal) -> None:
         """Have all ranks drop something."""
@@ -82,6 +88,7 @@ class RankAdditions:
 
     def note(self, answer: AdditionDone) -> Answer | None:
         """Process a rank's answer; the answer to the load, if it was the last one."""
+        self._awaited[answer.rank].discard(answer.request_id)
         load = self._loads.get(answer.request_id)
         if load is None:  # of a rank that has joined
             if answer.failure is not None:
@@ -95,6 +102,7 @@ class RankAdditions:
     def lose(self, rank: int, why: str) -> list[Answer]:
         """Note that a rank's worker has died; answers to the loads that waited for nothing else."""
         self._up.remove(rank)
+        self._awaited[rank].clear()
         waited = [request_id for request_id, load in self._loads.items() if rank in load.waiting]
         for request_id in waited:
             self._loads[request_id].lose(rank, why)
@@ -104,11 +112,11 @@ class RankAdditions:
         """Have a rank whose worker was restarted take everything in use, before it is sent any plan."""
         self._up.add(rank)
         for message in self._made.values():
-            self._tell(rank, message)
+            self._add(rank, message)
         for load in self._loads.values():
             if load.failure is None:  # else no rank keeps it, and it may be what has ended this one
                 load.waiting.add(rank)
-                self._tell(rank, load.message)
+                self._add(rank, load.message)
 
     def _end_if_over(self, request_id: str) -> Answer | None:
         return None if self._loads[request_id].waiting else self._end(self._loads.pop(request_id))
@@ -129,7 +137,11 @@ class RankAdditions:
         self._made[removal] = msgspec.structs.replace(message, patch=removal.patch)
         return AdapterAdded(message.request_id, removal.patch, load.defaults)
 
-    def _tell_all(self, message: Addition | Removal) -> None:
+    def _add(self, rank: int, message: Addition) -> None:
+        self._awaited[rank].add(message.request_id)
+        self._tell(rank, message)
+
+    def _tell_all(self, message: Removal) -> None:
         for rank in sorted(self._up):
             self._tell(rank, message)
 
