@@ -36,6 +36,7 @@ class _Load:
     message: Addition
     waiting: set[int]  # ranks that have not answered
     made: set[Removal] = field(default_factory=set)  # what ranks have taken in use, as what undoes it
+    dropped: set[Removal] = field(default_factory=set)  # of it, what ranks have been told to drop meanwhile
     failure: Failure | None = None  # the first
     defaults: SamplerDefaults = LEFT_OPEN  # that an adapter brings, as the last rank says
 
@@ -46,6 +47,13 @@ class _Load:
             self.made.add(_undoing(self.message, answer))
         if isinstance(answer, AdapterLoaded):
             self.defaults = answer.defaults
+
+    def note_drop(self, removal: Removal) -> None:
+        """Note that all ranks drop something, once they have done this."""
+        message = self.message
+        known = DropAdapter(message.model, message.patch) if isinstance(message, LoadAdapter) else message.removal
+        if removal == known or removal in self.made:
+            self.dropped.add(removal)
 
     def lose(self, rank: int, why: str) -> None:
         """Note that a rank's worker has died before it has answered."""
@@ -81,9 +89,11 @@ class RankAdditions:
         return bool(self._awaited[rank])
 
     def drop(self, message: Removal) -> None:
-        """Have all ranks drop something."""
+        """Have all ranks drop something, also what they still load."""
         self._made.pop(message, None)
         self._configured.discard(message)
+        for load in self._loads.values():
+            load.note_drop(message)
         self._tell_all(message)
 
     def note(self, answer: AdditionDone) -> Answer | None:
@@ -117,6 +127,8 @@ class RankAdditions:
             if load.failure is None:  # else no rank keeps it, and it may be what has ended this one
                 load.waiting.add(rank)
                 self._add(rank, load.message)
+                for removal in load.dropped:
+                    self._tell(rank, removal)
 
     def _end_if_over(self, request_id: str) -> Answer | None:
         return None if self._loads[request_id].waiting else self._end(self._loads.pop(request_id))
@@ -127,14 +139,14 @@ class RankAdditions:
             assert isinstance(message, LoadAdapter), "a workflow is the same everywhere"
             load.failure = Failure("config", f"the workers have read different files at {message.path}; try again")
         if load.failure is not None:
-            for removal in load.made - self._configured - self._made.keys():
+            for removal in load.made - load.dropped - self._configured - self._made.keys():
                 self._tell_all(removal)
             return Failed(request_id=message.request_id, failure=load.failure)
         (removal,) = load.made
+        if removal not in load.dropped:
+            self._made[removal] = _again(message, removal)
         if not isinstance(removal, DropAdapter):
-            self._made[removal] = message
             return WorkflowAdded(message.request_id, removal.name)
-        self._made[removal] = msgspec.structs.replace(message, patch=removal.patch)
         return AdapterAdded(message.request_id, removal.patch, load.defaults)
 
     def _add(self, rank: int, message: Addition) -> None:
@@ -144,6 +156,11 @@ class RankAdditions:
     def _tell_all(self, message: Removal) -> None:
         for rank in sorted(self._up):
             self._tell(rank, message)
+
+
+def _again(message: Addition, removal: Removal) -> Addition:
+    """How to make again what a message has made, and this undoes."""
+    return msgspec.structs.replace(message, patch=removal.patch) if isinstance(removal, DropAdapter) else message
 
 
 def _undoing(message: Addition, answer: AdditionDone) -> Removal:
