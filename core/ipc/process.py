@@ -150,8 +150,14 @@ def spawn(target: str, config: bytes, fds: Sequence[int], name: str, *, remove: 
     with lifeline() as (theirs, ours):
         header = {**header_of(target), "fds": list(fds), "lifeline": theirs, "remove": list(remove)}
         popen = _popen(name, header, config, [*fds, theirs])
+        try:
+            process = SpawnedProcess(name, popen, ours)
+        except OSError:  # no descriptor is left to watch it with
+            popen.kill()
+            popen.wait()
+            raise
     close_sockets(fds)
-    return SpawnedProcess(name, popen, ours)
+    return process
 
 
 @contextlib.contextmanager

@@ -68,6 +68,10 @@ PROVEN_SECONDS = 10.0
 """A worker that has served for this long starts again with 0 restarts in a row. What kills a worker by itself, such as
 a broken device, does so within its first batches."""
 
+LOAD_SECONDS = 120.0
+"""How much longer a worker may take for an answer while it loads adapters or classes that came as it served: its batches
+may wait for these, and file systems are slow at times. Each one that it has loaded starts its time limit again."""
+
 
 class PlanSink(Protocol):
     """Sends plans to the workers; implemented by `model_executor.executor.Executor`."""
@@ -157,7 +161,8 @@ class EngineCore:
             plan = self._scheduler.schedule(time.monotonic(), again=True)
         for rank, busy in self._scheduler.busy_ranks(self._unwatched).items():
             if not self._watchdog.is_watching(rank):
-                self._watchdog.expect(rank, busy.predicted, busy.allowed)
+                loading = LOAD_SECONDS if self._additions.is_loading(rank) else 0.0
+                self._watchdog.expect(rank, busy.predicted, busy.allowed + loading)
         self._unwatched.clear()
         self._set_next_pass(self._scheduler.next_pass)
 
@@ -259,6 +264,8 @@ class EngineCore:
                 self._additions.drop(message)
             case AdapterLoaded() | WorkflowLoaded():
                 self._note_additions([self._additions.note(message)])
+                if self._additions.is_loading(message.rank):  # a single load says nothing of the batches beside it
+                    self._note_answer(message.rank)
             case Abort():
                 self._scheduler.abort(message.request_ids)
             case Drain():

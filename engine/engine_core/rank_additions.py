@@ -36,6 +36,7 @@ class _Load:
     message: Addition
     waiting: set[int]  # ranks that have not answered
     made: set[Removal] = field(default_factory=set)  # what ranks have taken in use, as what undoes it
+    dropped: set[Removal] = field(default_factory=set)  # of it, what ranks have been told to drop meanwhile
     failure: Failure | None = None  # the first
     defaults: SamplerDefaults = LEFT_OPEN  # that an adapter brings, as the last rank says
 
@@ -46,6 +47,13 @@ class _Load:
             self.made.add(_undoing(self.message, answer))
         if isinstance(answer, AdapterLoaded):
             self.defaults = answer.defaults
+
+    def note_drop(self, removal: Removal) -> None:
+        """Note that all ranks drop something, once they have done this."""
+        message = self.message
+        known = DropAdapter(message.model, message.patch) if isinstance(message, LoadAdapter) else message.removal
+        if removal == known or removal in self.made:
+            self.dropped.add(removal)
 
     def lose(self, rank: int, why: str) -> None:
         """Note that a rank's worker has died before it has answered."""
@@ -68,20 +76,29 @@ class RankAdditions:
         self._configured: set[Removal] = {DropAdapter(model, patch) for model, patch in configured}
         self._made: dict[Removal, Addition] = {}  # what undoes it -> how to make it again
         self._loads: dict[str, _Load] = {}  # request id -> the load
+        self._awaited: list[set[str]] = [set() for _ in range(num_ranks)]  # by rank: request ids it has not answered
 
     def load(self, message: Addition) -> None:
         """Have all ranks take something in use, see `note`; while none is up, the first one that joins."""
         self._loads[message.request_id] = _Load(message, set(self._up))
-        self._tell_all(message)
+        for rank in sorted(self._up):
+            self._add(rank, message)
+
+    def is_loading(self, rank: int) -> bool:
+        """Whether a rank has still to answer what it was told to take in use."""
+        return bool(self._awaited[rank])
 
     def drop(self, message: Removal) -> None:
-        """Have all ranks drop something."""
+        """Have all ranks drop something, also what they still load."""
         self._made.pop(message, None)
         self._configured.discard(message)
+        for load in self._loads.values():
+            load.note_drop(message)
         self._tell_all(message)
 
     def note(self, answer: AdditionDone) -> Answer | None:
         """Process a rank's answer; the answer to the load, if it was the last one."""
+        self._awaited[answer.rank].discard(answer.request_id)
         load = self._loads.get(answer.request_id)
         if load is None:  # of a rank that has joined
             if answer.failure is not None:
@@ -95,6 +112,7 @@ class RankAdditions:
     def lose(self, rank: int, why: str) -> list[Answer]:
         """Note that a rank's worker has died; answers to the loads that waited for nothing else."""
         self._up.remove(rank)
+        self._awaited[rank].clear()
         waited = [request_id for request_id, load in self._loads.items() if rank in load.waiting]
         for request_id in waited:
             self._loads[request_id].lose(rank, why)
@@ -104,11 +122,13 @@ class RankAdditions:
         """Have a rank whose worker was restarted take everything in use, before it is sent any plan."""
         self._up.add(rank)
         for message in self._made.values():
-            self._tell(rank, message)
+            self._add(rank, message)
         for load in self._loads.values():
             if load.failure is None:  # else no rank keeps it, and it may be what has ended this one
                 load.waiting.add(rank)
-                self._tell(rank, load.message)
+                self._add(rank, load.message)
+                for removal in load.dropped:
+                    self._tell(rank, removal)
 
     def _end_if_over(self, request_id: str) -> Answer | None:
         return None if self._loads[request_id].waiting else self._end(self._loads.pop(request_id))
@@ -119,19 +139,28 @@ class RankAdditions:
             assert isinstance(message, LoadAdapter), "a workflow is the same everywhere"
             load.failure = Failure("config", f"the workers have read different files at {message.path}; try again")
         if load.failure is not None:
-            for removal in load.made - self._configured - self._made.keys():
+            for removal in load.made - load.dropped - self._configured - self._made.keys():
                 self._tell_all(removal)
             return Failed(request_id=message.request_id, failure=load.failure)
         (removal,) = load.made
+        if removal not in load.dropped:
+            self._made[removal] = _again(message, removal)
         if not isinstance(removal, DropAdapter):
-            self._made[removal] = message
             return WorkflowAdded(message.request_id, removal.name)
-        self._made[removal] = msgspec.structs.replace(message, patch=removal.patch)
         return AdapterAdded(message.request_id, removal.patch, load.defaults)
 
-    def _tell_all(self, message: Addition | Removal) -> None:
+    def _add(self, rank: int, message: Addition) -> None:
+        self._awaited[rank].add(message.request_id)
+        self._tell(rank, message)
+
+    def _tell_all(self, message: Removal) -> None:
         for rank in sorted(self._up):
             self._tell(rank, message)
+
+
+def _again(message: Addition, removal: Removal) -> Addition:
+    """How to make again what a message has made, and this undoes."""
+    return msgspec.structs.replace(message, patch=removal.patch) if isinstance(removal, DropAdapter) else message
 
 
 def _undoing(message: Addition, answer: AdditionDone) -> Removal:

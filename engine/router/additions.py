@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Hashable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -84,11 +84,12 @@ class Additions:
             if not replica.is_draining and (not what.model or what.model in replica.model_names)
         ]
 
-    async def _ask_all(self, load: A) -> dict[EngineReplica, RequestOutput]:
-        """Engine -> its answer, of those that are up."""
+    async def _ask_all(self, load: A) -> dict[Hashable, RequestOutput]:
+        """Incarnation of an engine -> its answer, of those that are up."""
         asked = [replica for replica in self._having(load) if replica.is_alive]
+        incarnations = [replica.incarnation for replica in asked]  # some may start again before all have answered
         answers = await asyncio.gather(*(self._ask(replica, load) for replica in asked))
-        return dict(zip(asked, answers, strict=True))
+        return dict(zip(incarnations, answers, strict=True))
 
     async def _ask(self, replica: EngineReplica, load: A) -> RequestOutput:
         answer: asyncio.Future[RequestOutput] = asyncio.get_running_loop().create_future()
@@ -98,11 +99,12 @@ class Additions:
             return Failed(request_id="", failure=Failure.of(error))
         return await answer
 
-    def _keep(self, removal: Removal, load: A, answers: dict[EngineReplica, RequestOutput]) -> None:
+    def _keep(self, removal: Removal, load: A, answers: Mapping[Hashable, RequestOutput]) -> None:
         """Note what all engines that have answered have, but for those that have died; others take it in use now."""
         self._made[removal] = load
         for replica in self._having(load):
-            if replica.is_alive and isinstance(answers.get(replica), Failed | None):  # it was down, or has died since
+            answer = answers.get(replica.incarnation)  # None: it was down, or has started again
+            if replica.is_alive and isinstance(answer, Failed | None):
                 self._make_again(replica, load)
 
     def _make_again(self, replica: EngineReplica, load: Addition) -> None:

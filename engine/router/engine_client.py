@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import zmq
@@ -18,7 +19,7 @@ import zmq.asyncio
 
 from core.config import EngineConfig
 from core.costs.load_report import EngineStats, LoadReport
-from core.errors import EngineDeadError, MessageError, StencilError
+from core.errors import ConfigError, EngineDeadError, MessageError, StencilError
 from core.failure import Failure
 from core.ipc.logs import of_request
 from core.messages.codec import MessageDecoder
@@ -93,8 +94,8 @@ class EngineClient:
         self._backend = backend
         self._on_ready = on_ready
         self._on_report = on_report
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._socket: zmq.asyncio.Socket  # from `start` on
+        self._opened = ExitStack()  # closes what `start` has opened
         self._engine: StartedEngine | None = None
         self._waiters: dict[str, Waiter] = {}  # request id -> its callback
         self._epoch = secrets.randbits(64)
@@ -111,11 +112,23 @@ class EngineClient:
     # ---------------------------------------------------------------------------------- life
 
     def start(self) -> None:
-        """Have the engine started and return; see `ready`. Raises ConfigError."""
+        """Have the engine started and return; see `ready`. Raises ConfigError, also where the machine lacks room on its
+        disk, memory, processes or descriptors.
+        """
+        try:
+            self._open_socket()
+            self._engine = self._backend.start(self._config, self._epoch, self._socket)
+        except (OSError, zmq.ZMQError) as error:
+            raise ConfigError(f"the engine cannot be started: {error}") from error
+        self._limit_start(self._start_seconds)
+
+    def _open_socket(self) -> None:
+        context = zmq.asyncio.Context()
+        self._opened.callback(context.term)
+        self._socket = context.socket(zmq.DEALER)
+        self._opened.callback(self._socket.close)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.set_hwm(0)
-        self._engine = self._backend.start(self._config, self._epoch, self._socket)
-        self._limit_start(self._start_seconds)
 
     async def run(self) -> None:
         """Receive until the engine is gone; then fail all requests that still wait."""
@@ -210,8 +223,7 @@ class EngineClient:
             self._engine.kill()
             await self._engine.wait()
         self.fail(EngineDeadError("the engine has stopped"))
-        self._socket.close()
-        self._context.term()
+        self._opened.close()
         if self._engine is not None:
             self._engine.close()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Hashable
 from contextlib import suppress
 from functools import partial
 from typing import Literal, Protocol
@@ -212,6 +213,11 @@ class EngineReplica:
     def link(self) -> MachineLink | None:
         """The way to it; None: it is of this machine, or of none yet."""
         return self._client.link
+
+    @property
+    def incarnation(self) -> Hashable:
+        """Another one after each restart."""
+        return self._client
 
     @property
     def num_restarts(self) -> int:

@@ -49,8 +49,13 @@ class KeeperProcess:
         return address_of(self._listener)
 
     def start(self) -> None:
-        """Spawn the process; connections wait until it serves."""
-        self._process = spawn(MAIN, b"", [os.dup(self._listener.fileno())], "stencil-weights")
+        """Spawn the process; connections wait until it serves. Raises OSError."""
+        listener = os.dup(self._listener.fileno())
+        try:
+            self._process = spawn(MAIN, b"", [listener], "stencil-weights")
+        except OSError:
+            os.close(listener)
+            raise
 
     async def run(self) -> None:
         """Restart it whenever it dies, until it is closed."""
@@ -68,7 +73,10 @@ class KeeperProcess:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._is_closed.wait(), seconds)
                 return
-            self.start()
+            try:
+                self.start()
+            except OSError as error:  # the process that died is waited for again, so that this counts as a death
+                logger.error("the process that loads weights cannot be started: %s", error, extra=of_request(""))
 
     async def close(self) -> None:
         """End the process. Idempotent."""

@@ -91,6 +91,7 @@ class EditDelivery:
                 cache=report.cache,
                 num_inference_steps=report.num_inference_steps,
             )
+        image.is_counted = True
         return self._make_output(image, composed, report=report)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from core.messages.engine import EngineRequest, Finished, PartialImage
@@ -23,6 +24,7 @@ class EditImage:
     num_partials: int = 0  # partial images delivered so far
     is_done: bool = False  # its terminal output was received
     ended: float | None = None  # when it was received, seconds of CLOCK_MONOTONIC; None unless it was Finished
+    is_counted: bool = False  # its end is in the metrics; set by EditDelivery and EditSession
     was_retried: bool = False  # it was sent again after an engine's death
     recalled: Recalled | None = None  # what approximate caching did for it; None: it was not asked for
 
@@ -39,6 +41,9 @@ class EditImages:
 
     def __bool__(self) -> bool:
         return bool(self._by_id)
+
+    def __iter__(self) -> Iterator[EditImage]:
+        return iter(self._by_id.values())
 
     def submit(self, image: EditImage) -> None:
         """Send an image's request to an engine. Raises EngineDeadError, MessageError."""

@@ -213,7 +213,6 @@ class EditSession(Session):
             case Aborted() if self.displaced_for:
                 raise self._displaced(self.displaced_for)
             case Aborted() if self._not_loaded is not None:
-                self._services.metrics.observe_failed(self._model.name)
                 raise self._not_loaded
             case Aborted():
                 raise shut_down()
@@ -234,7 +233,6 @@ class EditSession(Session):
 
     def _failed(self, output: Failed) -> StencilError:
         failure = output.failure
-        self._services.metrics.observe_failed(self._model.name)
         if failure.kind == "deadline_exceeded":
             self._note_dropped("timeout")
         if failure.kind == "overloaded":
@@ -274,15 +272,21 @@ class EditSession(Session):
 
     def give_up(self) -> None:
         self._services.admission.forget(self._caller.edit_id)
-        running, metrics = self._images.running, self._services.metrics
-        for _ in running:
-            (metrics.observe_failed if self.has_failed else metrics.observe_aborted)(self._model.name)
-        if running:
+        self._count_unfinished()
+        if running := self._images.running:
             self._services.router.abort(running)
         if self._recall is not None:
             self._recall.give_up()
         if not self._images:
             self.done.set()
+
+    def _count_unfinished(self) -> None:
+        """Count the end of each image whose file was not made: as that of the edit."""
+        metrics = self._services.metrics
+        for image in self._images:
+            if not image.is_counted:
+                (metrics.observe_failed if self.has_failed else metrics.observe_aborted)(self._model.name)
+                image.is_counted = True
 
     async def close(self) -> None:
         """Wait for the last terminal output, then free the memory."""

@@ -114,10 +114,13 @@ class RunningSessions:
                 await self._idle.wait()
 
     async def wait_while_any(self, is_meant: Callable[[Session], bool]) -> None:
-        """Wait until all sessions that are meant are cleaned up."""
-        while any(map(is_meant, self._sessions)):
-            self._ended.clear()
-            await self._ended.wait()
+        """Wait until all sessions that are meant are cleaned up. Raises OverloadedError once the time that a shutdown
+        gives to sessions has passed: their callers may read for as long as they like.
+        """
+        async with self.until_shutdown():
+            while any(map(is_meant, self._sessions)):
+                self._ended.clear()
+                await self._ended.wait()
 
     # ---------------------------------------------------------------------------------- places in the queue
 

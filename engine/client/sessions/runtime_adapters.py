@@ -95,7 +95,7 @@ class RuntimeAdapters:
                 self._serve(info)
                 known.end(loading)
                 return
-        await self._drop(info)  # it was unloaded meanwhile
+        self._services.sessions.run_in_background(self._drop(info))  # it was unloaded meanwhile
 
     def unload(self, name: str) -> None:
         """Serve an adapter no more. Requests that have it end as they began; those that wait for it fail. Raises
@@ -143,12 +143,15 @@ class RuntimeAdapters:
         self._tell_metrics()
 
     async def _drop(self, adapter: ModelInfo) -> None:
-        """Have the engines free an adapter once no request uses it, unless it has a name again by then."""
+        """Have the engines free an adapter once no request uses it, unless it has a name again by then, or they end."""
 
         def uses_it(session: Session) -> bool:
             return session.model == adapter.parent and adapter.patch in {patch.id for patch in session.patches}
 
-        await self._services.sessions.wait_while_any(uses_it)
+        try:
+            await self._services.sessions.wait_while_any(uses_it)
+        except OverloadedError:
+            return
         async with self._changing:
             if adapter.patch not in self._named(adapter.parent) and not any(map(uses_it, self._services.sessions)):
                 self._services.engines.additions.remove(DropAdapter(adapter.parent, adapter.patch))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from core.errors import InvalidRequestError, ModelNotFoundError
+from core.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
 from core.graph.workflow import Workflow
 from core.messages.codec import encode
 from core.messages.worker import DropWorkflow, LoadWorkflow
@@ -127,9 +127,12 @@ class RuntimeWorkflows:
             self._services.sessions.run_in_background(self._drop(former))
 
     async def _drop(self, name: str) -> None:
-        """Have engines free a workflow once no request runs it, unless it is served again by then."""
+        """Have engines free a workflow once no request runs it, unless it is served again by then, or they end."""
         sessions = self._services.sessions
-        await sessions.wait_while_any(lambda session: session.workflow == name)
+        try:
+            await sessions.wait_while_any(lambda session: session.workflow == name)
+        except OverloadedError:
+            return
         async with self._changing:
             served = self._services.served
             if name not in served.registered.values() and not any(session.workflow == name for session in sessions):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import select
@@ -165,6 +166,22 @@ def test_no_descriptor_is_left_open(runner: asyncio.Runner) -> None:
     before = open_fds()
     runner.run(main())
     assert open_fds() == before  # and with that all memory is gone: none of it has a name
+
+
+def test_a_child_that_cannot_be_watched_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptor is left to watch it with. Nobody has it, so nobody else would end it."""
+
+    def pidfd_open(_pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    read_end, write_end = os.pipe()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pidfd_open", pidfd_open)
+        with pytest.raises(OSError, match="Too many open files"):
+            child_of("sleep", fds=(write_end,))
+    os.close(write_end)
+    assert select.select([read_end], [], [], 5.0)[0], "its end of the pipe is closed"
+    os.close(read_end)
 
 
 def test_no_process_outlives_a_killed_grandparent() -> None:

@@ -34,12 +34,15 @@ from core.messages.engine import (
     WorkflowAdded,
 )
 from core.messages.worker import (
+    AdapterLoaded,
+    Addition,
     DropAdapter,
     DropWorkflow,
     LoadAdapter,
     LoadWorkflow,
     ModelFailed,
     ModelLoaded,
+    Removal,
     WorkerFailed,
     WorkerReady,
 )
@@ -438,6 +441,71 @@ async def test_only_the_worker_that_does_not_answer_is_killed(said: list[FromEng
         while not loopback.killed:
             await asyncio.sleep(0.01)
     assert loopback.killed == [0]
+    running.cancel()
+
+
+class SlowLoader(Loopback):
+    """Its worker, while it hangs, loads what it is told to when `finish` is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[LoadAdapter] = []
+
+    def tell(self, rank: int, message: Addition | Removal) -> None:
+        if self.is_hung and isinstance(message, LoadAdapter):
+            self.waiting.append(message)
+        else:
+            super().tell(rank, message)
+
+    def finish(self) -> None:
+        message = self.waiting.pop(0)
+        self.say(AdapterLoaded(0, message.request_id, message.patch))
+
+
+async def test_a_worker_that_loads_adapters_again_has_time_for_each(
+    said: list[FromEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its batches wait until it has all of them. Then it has to answer, too."""
+    monkeypatch.setattr(engine_core, "LOAD_SECONDS", 0.8)
+    executor = SlowLoader()
+    scheduler = StepScheduler(SchedulerConfig(), {"m": MODEL})
+    core = executor.core = EngineCore(scheduler, executor, said.append, hang_seconds=0.1)
+    running = asyncio.create_task(core.run())
+    for name in ("hat", "cap"):
+        core.mailbox.put_nowait(LoadAdapter(name, "m", name, name))
+    core.mailbox.put_nowait(make_edit("measured", steps=20))
+    await until(lambda: len(outputs(said)) == 3)
+    executor.die()
+    await until(lambda: bool(executor.restarted))
+    executor.is_hung = True
+    core.mailbox.put_nowait(make_edit("r"))
+    executor.join()
+    await until(lambda: len(executor.waiting) == 2)
+    for _ in range(2):
+        await asyncio.sleep(0.5)
+        assert not executor.killed
+        executor.finish()
+    async with asyncio.timeout(5):
+        while not executor.killed:
+            await asyncio.sleep(0.01)
+    running.cancel()
+
+
+async def test_a_worker_that_hangs_is_killed_although_it_loads_one_adapter_after_another(
+    said: list[FromEngine],
+) -> None:
+    loopback = Loopback()
+    scheduler = StepScheduler(SchedulerConfig(), {"m": MODEL})
+    core = loopback.core = EngineCore(scheduler, loopback, said.append, hang_seconds=0.2)
+    running = asyncio.create_task(core.run())
+    core.mailbox.put_nowait(make_edit("measured", steps=20))
+    await until(lambda: bool(outputs(said)))
+    loopback.is_hung = True
+    core.mailbox.put_nowait(make_edit("r"))
+    async with asyncio.timeout(5):
+        while not loopback.killed:
+            core.mailbox.put_nowait(LoadAdapter(f"load-{len(said)}", "m", "hat", "hat"))
+            await asyncio.sleep(0.05)
     running.cancel()
 
 

@@ -169,3 +169,44 @@ def test_a_rank_that_an_import_has_ended_is_not_told_again_while_others_have_sti
     assert told == [(0, WORKFLOW), (1, WORKFLOW)]
     assert isinstance(additions.note(WorkflowLoaded(0, "load")), Failed)
     assert told[2:] == [(rank, DropWorkflow("diamond@1")) for rank in range(2)]
+
+
+@pytest.mark.parametrize("patch", ["", "p"])
+def test_an_adapter_that_is_dropped_while_it_is_loaded_comes_back_on_no_rank(patch: str) -> None:
+    """Also where its patch is known by one rank's answer alone. One that is loaded once more afterwards stays."""
+    adapters, told = make(2)
+    adapters.load(LoadAdapter("load", "m", "hat", "hat.safetensors", patch))
+    adapters.note(AdapterLoaded(0, "load", "p"))
+    adapters.drop(DropAdapter("m", "p"))
+    again = LoadAdapter("again", "m", "hat", "hat.safetensors", "p")
+    adapters.load(again)
+    assert adapters.note(AdapterLoaded(1, "load", "p")) == AdapterAdded("load", "p")
+    adapters.lose(1, "it died")
+    told.clear()
+    adapters.join(1)
+    assert told == [], "the second load has failed with the rank"
+    adapters.load(again)
+    for rank in range(2):
+        adapters.note(AdapterLoaded(rank, "again", "p"))
+    adapters.lose(1, "it died")
+    told.clear()
+    adapters.join(1)
+    assert told == [(1, again)]
+
+
+def test_a_workflow_that_is_dropped_while_it_is_loaded_comes_back_on_no_rank() -> None:
+    """A rank that joins before all have answered loads and drops it as they do."""
+    additions, told = make(2)
+    additions.lose(1, "it died")
+    additions.load(WORKFLOW)
+    additions.drop(WORKFLOW.removal)
+    told.clear()
+    additions.join(1)
+    assert told == [(1, WORKFLOW), (1, WORKFLOW.removal)]
+    told.clear()
+    for rank in range(2):
+        answer = additions.note(WorkflowLoaded(rank, "load"))
+    assert answer == WorkflowAdded("load", "diamond@1")
+    additions.lose(0, "it died")
+    additions.join(0)
+    assert not told

@@ -30,7 +30,7 @@ class Engine:
         self, rank: int, answer: str | Failure | None = "p", *, is_alive: bool = True, model: str = "m"
     ) -> None:
         self.rank, self.answer, self.is_alive, self.model_names = rank, answer, is_alive, (model,)
-        self.is_draining = False
+        self.is_draining, self.incarnation = False, object()
         self.loads: list[Any] = []
         self.dropped: list[Removal] = []
         self._waiters: list[Callable[[RequestOutput], None]] = []
@@ -46,6 +46,11 @@ class Engine:
     def tell(self, answer: str | Failure) -> None:
         request_id, waiter = self.loads[-1].request_id, self._waiters.pop()
         waiter(Failed(request_id, answer) if isinstance(answer, Failure) else AdapterAdded(request_id, answer))
+
+    def start_again(self, additions: Additions) -> None:
+        self.incarnation = object()
+        self.loads.clear()
+        additions.restore(self)  # type: ignore[arg-type]
 
     def remove(self, removal: Removal) -> None:
         self.dropped.append(removal)
@@ -92,6 +97,20 @@ async def test_an_engine_that_starts_again_meanwhile_loads_it_afterwards() -> No
     assert await loading == "p"
     assert [len(engine.loads) for engine in (slow, late, reborn)] == [1, 1, 2]
     assert late.loads[0].patch == reborn.loads[1].patch == "p"
+
+
+async def test_an_engine_that_starts_again_after_its_answer_loads_it_again() -> None:
+    """What not all engines have answered yet is not restored."""
+    quick, slow = Engine(0), Engine(1, None)
+    loads = make(quick, slow)
+    loading = asyncio.create_task(load(loads))
+    while not slow.loads:
+        await asyncio.sleep(0)
+    quick.start_again(loads)
+    assert not quick.loads
+    slow.tell("p")
+    assert await loading == "p"
+    assert ([each.patch for each in quick.loads], len(slow.loads)) == (["p"], 1)
 
 
 @pytest.mark.parametrize("keep", [(), ("p",)])

@@ -5,6 +5,7 @@ engine runs in the test's process, and its workers are fakes.
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -218,6 +219,44 @@ async def test_a_message_that_is_lost_ends_the_engine_and_its_request_goes_to_th
         await calls.ended()
         assert len(backend.engines) == 2
         assert router.engines.error is None
+
+
+class LackingBackend(Backend):
+    """Its first engine starts, the next has no room on the disk."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.refusals = [OSError(errno.ENOSPC, "No space left on device")]
+
+    def start(self, config: EngineConfig, epoch: int, socket: zmq.asyncio.Socket) -> Engine:
+        if self.engines and self.refusals:
+            raise self.refusals.pop()
+        return super().start(config, epoch, socket)
+
+
+async def test_an_engine_that_the_machine_has_no_room_for_is_started_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """First no descriptor is left for its socket, then none of the disk. Its request waits."""
+    monkeypatch.setattr("core.restarts.FIRST_WAIT_SECONDS", 0.01)
+    backend, make, refusals = LackingBackend(tmp_path), zmq.asyncio.Context, [zmq.ZMQError(errno.EMFILE)]
+
+    def context() -> zmq.asyncio.Context:
+        if refusals:
+            raise refusals.pop()
+        return make()
+
+    async with serving(backend) as router:
+        monkeypatch.setattr(zmq.asyncio, "Context", context)
+        calls = Calls(router)
+        backend.engines[0].kill()
+        while not refusals == backend.refusals == []:
+            await asyncio.sleep(0.005)
+        calls.submit(edit("a"))
+        await calls.ended()
+        assert len(backend.engines) == 2
+    for why in ("Too many open files", "[Errno 28] No space left on device"):
+        assert f"the engine cannot be started: {why}" in caplog.text
 
 
 async def test_clocks_may_differ_between_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

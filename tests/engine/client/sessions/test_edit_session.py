@@ -7,6 +7,7 @@ Session, admission and router are real; the engine's process, the image processo
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -510,6 +511,49 @@ async def test_a_full_queue_reads_a_body_of_a_key_that_holds_fewer_places(tracki
         with pytest.raises(OverloadedError, match="queue is full"):
             engine.check_upload("heavy", [])
         assert engine.num_admitted == 4, "none leaves before the body is there"
+
+
+# ------------------------------------------------------------------------------------------- how images are counted
+
+
+def counted(server: Server) -> dict[str, float]:
+    """Why images ended -> how many."""
+    found = re.findall(
+        r'^stencil:request_success_total\{finished_reason="(\w+)",.*\} (.*)$',
+        server.engine.metrics.exposition().decode(),
+        re.MULTILINE,
+    )
+    return {reason: float(number) for reason, number in found if float(number)}
+
+
+async def test_every_image_of_an_edit_that_fails_is_counted(tracking: Server) -> None:
+    """All are failed at once, and only the first one's failure is raised."""
+    with pytest.raises(DeadlineExceededError):
+        async with tracking.engine.edit("edit", make_input(n=3), CHOICE) as outputs:
+            for replica in tracking.replicas:
+                while replica.sent:
+                    replica.fail_first(TOO_LATE)
+            await anext(outputs)
+    assert counted(tracking) == {"error": 3.0}
+
+
+async def test_an_image_whose_file_cannot_be_made_counts_as_a_failure(tracking: Server) -> None:
+    with pytest.raises(EngineDeadError):
+        async with tracking.engine.edit("edit", make_input(n=2), CHOICE) as outputs:
+            await finish_all(tracking)
+            await anext(outputs)
+            tracking.images.error = EngineDeadError("two image processors died")
+            await anext(outputs)
+    assert counted(tracking) == {"stop": 1.0, "error": 1.0}
+
+
+async def test_an_image_whose_client_leaves_before_its_file_is_made_counts_as_aborted(tracking: Server) -> None:
+    async with tracking.engine.edit("edit", make_input(n=3), CHOICE) as outputs:
+        tracking.clock.now += 1.0
+        tracking.replicas[0].finish_first()
+        await anext(outputs)
+        tracking.replicas[1].finish_first()
+    assert counted(tracking) == {"stop": 1.0, "abort": 2.0}
 
 
 # --------------------------------------------------------------------------------------------------- bodies being read

@@ -163,6 +163,26 @@ async def test_a_shutdown_ends_a_load_and_those_that_wait_for_it(server: Server)
     assert [type(result) for result in results] == [OverloadedError] * 3
 
 
+async def test_a_shutdown_does_not_wait_for_the_readers_of_one_that_was_unloaded() -> None:
+    server, is_read = Server(), asyncio.Event()
+
+    async def read() -> None:
+        with server.sessions.track(server.begin("hat")):
+            await is_read.wait()
+
+    async with asyncio.TaskGroup() as callers:
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            server.sessions.start(tasks)
+            await server.adapters.load("hat", "h")
+            callers.create_task(read())
+            await settle()
+            server.adapters.unload("hat")
+            await settle()
+            await server.sessions.drain(0.0)
+        is_read.set()
+    assert server.engines.resident == ["h"], "the engines end with it"
+
+
 async def test_a_refused_file_changes_nothing(server: Server) -> None:
     with pytest.raises(InvalidRequestError, match="bad"):
         await server.adapters.load("hat", "bad")

@@ -265,3 +265,23 @@ async def test_a_shutdown_ends_what_waits_for_engines(server: Server) -> None:
     await server.sessions.drain(0.0)
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(result) for result in results] == [OverloadedError] * 2
+
+
+async def test_a_shutdown_does_not_wait_for_the_readers_of_one_that_was_removed() -> None:
+    server, is_read = Server(), asyncio.Event()
+
+    async def read() -> None:
+        with server.sessions.track(server.begin("w")):
+            await is_read.wait()
+
+    async with asyncio.TaskGroup() as callers:
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            server.sessions.start(tasks)
+            await server.register(("w", "a"))
+            callers.create_task(read())
+            await settle()
+            server.workflows.remove("w")
+            await settle()
+            await server.sessions.drain(0.0)
+        is_read.set()
+    assert server.titles == ["start", "w"], "the engines end with it"
