@@ -27,14 +27,14 @@ from benchmarks.simulation.scenario import edit_of
 from core.config import EngineConfig, ModelConfig
 from core.handles import ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator, array_bytes
-from core.messages.engine import EngineRequest, Finished
+from core.messages.engine import EngineRequest, Finished, Output
 from core.messages.request_arrays import arrays_read, arrays_written, copied, moved
 from core.messages.specs import EditSpec
 from engine.cluster.pace import EXPECTED_BYTES_PER_SECOND
 from engine.cluster.remote_backend import RemoteBackend
 from engine.router import local_backend
 from engine.router.engine_backend import EngineBackend
-from engine.router.engine_client import EngineClient, RequestOutput
+from engine.router.engine_client import EngineClient
 
 CONFIG = EngineConfig(models=(ModelConfig(device="cuda"),))  # whose workers no launcher forks
 ARENA_BYTES = 1 << 30
@@ -80,7 +80,7 @@ class Place:
         request = msgspec.structs.replace(request, request_id=str(self._number))
         for ref in arrays_read(request):
             self._arena.view(ref)[:] = 1
-        answer: asyncio.Future[RequestOutput] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
         start = time.perf_counter()
         self._client.submit(request, answer.set_result)
         output = await answer

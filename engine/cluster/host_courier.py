@@ -20,13 +20,13 @@ from core.messages.engine import (
     EngineOutputs,
     EngineRequest,
     Finished,
+    Output,
     PartialImage,
     PrimeTemplate,
 )
 from core.messages.envelope import body_of, with_body
 from core.messages.request_arrays import arrays_written, moved
 from engine.cluster.courier import ArrayName, Courier, Ends
-from engine.router.engine_client import RequestOutput
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class HostCourier(Courier):
         named = msgspec.structs.replace(failure, message=f"{self._machine}: {failure.message}")
         return msgspec.structs.replace(message, failure=named)
 
-    def _made(self, output: RequestOutput) -> Iterator[tuple[ArrayName, npt.NDArray[Any]]]:
+    def _made(self, output: Output) -> Iterator[tuple[ArrayName, npt.NDArray[Any]]]:
         """The arrays that an output tells of."""
         held = self._held.get(output.request_id)
         match output:

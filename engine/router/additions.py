@@ -15,9 +15,8 @@ import msgspec
 from core.errors import ConfigError, EngineDeadError, OverloadedError, StencilError
 from core.failure import LEAST_RETRY_SECONDS, Failure
 from core.ipc.logs import of_request
-from core.messages.engine import AdapterAdded, Failed
+from core.messages.engine import AdapterAdded, Failed, Output
 from core.messages.worker import Addition, DropAdapter, LoadAdapter, LoadWorkflow, Removal
-from engine.router.engine_client import RequestOutput
 from engine.router.engine_replica import EngineReplica
 
 logger = logging.getLogger("stencil.router")
@@ -84,22 +83,22 @@ class Additions:
             if not replica.is_draining and (not what.model or what.model in replica.model_names)
         ]
 
-    async def _ask_all(self, load: A) -> dict[Hashable, RequestOutput]:
+    async def _ask_all(self, load: A) -> dict[Hashable, Output]:
         """Incarnation of an engine -> its answer, of those that are up."""
         asked = [replica for replica in self._having(load) if replica.is_alive]
         incarnations = [replica.incarnation for replica in asked]  # some may start again before all have answered
         answers = await asyncio.gather(*(self._ask(replica, load) for replica in asked))
         return dict(zip(incarnations, answers, strict=True))
 
-    async def _ask(self, replica: EngineReplica, load: A) -> RequestOutput:
-        answer: asyncio.Future[RequestOutput] = asyncio.get_running_loop().create_future()
+    async def _ask(self, replica: EngineReplica, load: A) -> Output:
+        answer: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
         try:
             replica.submit(_numbered(load), lambda output: None if answer.done() else answer.set_result(output))
         except EngineDeadError as error:
             return Failed(request_id="", failure=Failure.of(error))
         return await answer
 
-    def _keep(self, removal: Removal, load: A, answers: Mapping[Hashable, RequestOutput]) -> None:
+    def _keep(self, removal: Removal, load: A, answers: Mapping[Hashable, Output]) -> None:
         """Note what all engines that have answered have, but for those that have died; others take it in use now."""
         self._made[removal] = load
         for replica in self._having(load):
@@ -108,7 +107,7 @@ class Additions:
                 self._make_again(replica, load)
 
     def _make_again(self, replica: EngineReplica, load: Addition) -> None:
-        def on_answer(output: RequestOutput) -> None:
+        def on_answer(output: Output) -> None:
             if isinstance(output, Failed) and output.failure.kind != "engine_dead":
                 text = "engine %d: requests with %s will fail: %s"
                 logger.error(text, replica.rank, _named(load), output.failure.message, extra=of_request(""))
@@ -127,7 +126,7 @@ def _named(load: Addition) -> str:
     return f"workflow {load.workflow.title}" if isinstance(load, LoadWorkflow) else f"adapter {load.name}"
 
 
-def _error(answers: Collection[RequestOutput], added: Collection[str]) -> StencilError | None:
+def _error(answers: Collection[Output], added: Collection[str]) -> StencilError | None:
     """Why it was not taken in use; None if it was by every engine that has not died. added: what engines have then."""
     failures = [answer.failure for answer in answers if isinstance(answer, Failed)]
     refusal = next((failure for failure in failures if failure.kind != "engine_dead"), None)

@@ -25,8 +25,6 @@ from core.ipc.logs import of_request
 from core.messages.codec import MessageDecoder
 from core.messages.engine import (
     Abort,
-    Aborted,
-    AdapterAdded,
     AdaptersUsed,
     Drain,
     DropTemplate,
@@ -36,14 +34,12 @@ from core.messages.engine import (
     EngineReady,
     EngineRequest,
     Failed,
-    Finished,
     FromEngine,
+    Output,
     PartialImage,
     PrimeTemplate,
-    TemplatePrimed,
     ToEngine,
     UseAdapters,
-    WorkflowAdded,
     moved,
 )
 from core.messages.engine_birth import EngineBirth
@@ -61,10 +57,7 @@ STOP_SECONDS = 5.0
 LAST_WORDS_SECONDS = 0.1
 """How long the socket is read after the engine's exit, for its last messages."""
 
-RequestOutput = (
-    PartialImage | AdaptersUsed | Finished | TemplatePrimed | AdapterAdded | WorkflowAdded | Failed | Aborted
-)
-Waiter = Callable[[RequestOutput], None]
+Waiter = Callable[[Output], None]
 """Called in the event loop with every output of one request; must not block or raise."""
 
 
@@ -320,7 +313,7 @@ class EngineClient:
                     self._deliver(output)
                 self.fail(message.failure.to_error())
 
-    def _deliver(self, output: RequestOutput) -> None:
+    def _deliver(self, output: Output) -> None:
         """Call the waiter, which is removed after a terminal output. An unknown id is a bug and raises KeyError."""
         waiter = self._waiters[output.request_id]
         if not isinstance(output, PartialImage | AdaptersUsed):

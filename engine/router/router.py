@@ -25,6 +25,7 @@ from core.messages.engine import (
     EngineRequest,
     Failed,
     Finished,
+    Output,
     PartialImage,
     PrimeTemplate,
     UseAdapters,
@@ -37,7 +38,7 @@ from core.routing.policies import make_policy, outlook, work_seconds
 from core.routing.request_shape import RequestShape
 from engine.observability.metrics import Metrics
 from engine.router.engine_backend import Cluster, EngineBackend
-from engine.router.engine_client import RequestOutput, Waiter
+from engine.router.engine_client import Waiter
 from engine.router.engines import Engines
 from engine.router.routed_request import RoutedRequest
 
@@ -211,7 +212,7 @@ class Router:
             info = msgspec.structs.replace(info, roles=roles)
         return RequestShape.of_request(request, info, self._workflows)
 
-    def _on_output(self, engine: int, output: RequestOutput) -> None:
+    def _on_output(self, engine: int, output: Output) -> None:
         routed = self._placements[output.request_id]
         match output:
             case PartialImage():
@@ -230,7 +231,7 @@ class Router:
                     self._metrics.observe_prediction(routed.predicted_seconds, seconds)
                 self._end(routed, output)
 
-    def _end(self, routed: RoutedRequest, output: RequestOutput) -> None:
+    def _end(self, routed: RoutedRequest, output: Output) -> None:
         """Deliver a terminal output and forget the request."""
         routed.waiter(output)
         del self._placements[output.request_id]

@@ -20,12 +20,11 @@ from PIL import ExifTags, Image
 from server_process import ROOT
 
 from core.errors import EngineError, InvalidRequestError, StencilError
-from core.messages.engine import Abort, Failed
+from core.messages.engine import Abort, Failed, Output
 from core.messages.envelope import with_body
 from core.sampling_params import SamplingParams
 from engine.client.edit_types import EditInput
 from engine.client.upload import BytesUpload
-from engine.router.engine_client import RequestOutput
 from entrypoints import Edit, ImageEngine
 
 EMPTY = Edit(prompt="a room", size=(64, 64))
@@ -152,7 +151,7 @@ def test_a_broken_message_fails_only_its_own_edit_and_leaves_no_trace(engine: Im
 
 def test_bytes_that_are_no_message_do_not_end_the_engine(engine: ImageEngine) -> None:
     before, client = processes(), engine._engine.services.engines.replicas[0]._client
-    heard: list[RequestOutput] = []
+    heard: list[Output] = []
 
     async def send() -> None:
         client._waiters["lost"] = heard.append

@@ -13,11 +13,10 @@ import msgspec
 from core.graph.workflows.embed_prompt import EMBED_PROMPT
 from core.handles import ArrayRef, Artefact
 from core.ipc.shared_array import carve
-from core.messages.engine import EngineRequest, Failed, Finished
+from core.messages.engine import EngineRequest, Failed, Finished, Output
 from core.scheduling.ops.embed import MAX_EMBEDDING
 from engine.client.recall.kept_states import Embedding
 from engine.client.services import Services
-from engine.router.engine_client import RequestOutput
 
 EMBEDDING_BYTES = 4 * MAX_EMBEDDING
 
@@ -31,7 +30,7 @@ class PromptEmbedding:
         self._place = carve(memory, 0, (MAX_EMBEDDING,), "float32")
         self._request_id = ""  # of a request that was submitted
         self._done = asyncio.Event()
-        self._answer: RequestOutput | None = None
+        self._answer: Output | None = None
 
     async def embed(self, request: EngineRequest) -> Embedding | None:
         """The embedding of a picture's prompt. request: the picture's. None: it was not made; the picture may still be.
@@ -73,6 +72,6 @@ class PromptEmbedding:
             request, request_id=name, workflow=EMBED_PROMPT.name, spec=spec, rounds=(), call_id=""
         )
 
-    def _on_output(self, output: RequestOutput) -> None:
+    def _on_output(self, output: Output) -> None:
         self._answer = output
         self._done.set()

@@ -7,9 +7,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from core.messages.engine import EngineRequest, Finished, PartialImage
+from core.messages.engine import EngineRequest, Finished, Output, PartialImage
 from engine.client.recall.recalled import Recalled
-from engine.router.engine_client import RequestOutput
 from engine.router.router import Router
 
 
@@ -36,7 +35,7 @@ class EditImages:
         """done: set here once all images have their terminal output."""
         self._router = router
         self._done = done
-        self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self._outputs: asyncio.Queue[Output] = asyncio.Queue()
         self._by_id: dict[str, EditImage] = {}
 
     def __bool__(self) -> bool:
@@ -50,7 +49,7 @@ class EditImages:
         self._router.submit(image.request, self._on_output)
         self._by_id[image.request.request_id] = image
 
-    def _on_output(self, output: RequestOutput) -> None:
+    def _on_output(self, output: Output) -> None:
         """Callback of the router for every output of these requests."""
         if not isinstance(output, PartialImage):
             self._note_end(output)
@@ -58,7 +57,7 @@ class EditImages:
                 self._done.set()
         self._outputs.put_nowait(output)
 
-    def _note_end(self, output: RequestOutput) -> None:
+    def _note_end(self, output: Output) -> None:
         """Note how a request ended. output: its terminal one. The router forgets the request after this callback, so it
         is asked now.
         """
@@ -68,7 +67,7 @@ class EditImages:
         image.engine = self._router.engine_of(output.request_id)
         image.was_retried = self._router.was_retried(output.request_id)
 
-    async def next_output(self) -> tuple[EditImage, RequestOutput]:
+    async def next_output(self) -> tuple[EditImage, Output]:
         """Wait for the next output; returns it with its image."""
         output = await self._outputs.get()
         return self._by_id[output.request_id], output

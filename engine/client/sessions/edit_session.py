@@ -21,6 +21,7 @@ from core.messages.engine import (
     AdaptersUsed,
     Failed,
     Finished,
+    Output,
     PartialImage,
     TemplatePrimed,
     WorkflowAdded,
@@ -41,7 +42,6 @@ from engine.client.sessions.session_memory import SessionMemory
 from engine.client.templates.result_templates import ResultTemplates
 from engine.observability.metrics import DropReason
 from engine.observability.tracing import current_span
-from engine.router.engine_client import RequestOutput
 
 logger = logging.getLogger("stencil.engine")
 
@@ -184,7 +184,7 @@ class EditSession(Session):
             yield file
             self._services.admission.set_image_work(self._caller, self._delivery.image_seconds.composes)
 
-    async def _next_output(self) -> tuple[EditImage, RequestOutput]:
+    async def _next_output(self) -> tuple[EditImage, Output]:
         """Wait for the next output. Raises OverloadedError if there is none when the server shuts down."""
         try:
             async with self._services.sessions.until_shutdown():
@@ -194,7 +194,7 @@ class EditSession(Session):
                 raise
         return await self._images.next_output()
 
-    async def _deliver(self, delivery: EditDelivery, image: EditImage, output: RequestOutput) -> ImageOutput:
+    async def _deliver(self, delivery: EditDelivery, image: EditImage, output: Output) -> ImageOutput:
         match output:
             case PartialImage():
                 return await delivery.partial(image, output)

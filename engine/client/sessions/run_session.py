@@ -15,7 +15,7 @@ import numpy as np
 from core.errors import DeadlineExceededError
 from core.graph.workflow import Workflow
 from core.handles import ArrayRef
-from core.messages.engine import Aborted, EngineRequest, Failed, Finished
+from core.messages.engine import Aborted, EngineRequest, Failed, Finished, Output
 from core.messages.specs import RunSpec
 from core.sampling_params import MAX_INFERENCE_STEPS
 from core.validation import check_integer
@@ -30,7 +30,6 @@ from engine.client.sessions.running_sessions import shut_down
 from engine.client.sessions.session import Session
 from engine.client.sessions.session_memory import SessionMemory
 from engine.images.image_jobs import Caller
-from engine.router.engine_client import RequestOutput
 
 logger = logging.getLogger("stencil.engine")
 
@@ -50,7 +49,7 @@ class RunSession(Session):
         self._values = ClassValues(workflow, self._memory)
         self._files = ClassFiles(services, workflow, self._memory, self._caller)
         self._places = dict[str, ArrayRef]()  # result -> its memory, uint8 [most bytes]
-        self._answer: RequestOutput | None = None
+        self._answer: Output | None = None
         self._is_with_caller = False  # all files are made
 
     @property
@@ -143,7 +142,7 @@ class RunSession(Session):
         views = {name: self._services.arena.view(place) for name, place in places.items()}
         return self._values.read(views, shapes)
 
-    def _on_output(self, output: RequestOutput) -> None:
+    def _on_output(self, output: Output) -> None:
         self._answer = output
         self.done.set()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 
-from core.messages.engine import Aborted, Failed, PrimeTemplate, TemplatePrimed
+from core.messages.engine import Aborted, Failed, Output, PrimeTemplate, TemplatePrimed
 from core.messages.image_processor import PreparedImages, PrepareImages
 from core.model_choice import ModelChoice
 from engine.client.resolve.mask_aware import can_prime_ahead
@@ -21,7 +21,6 @@ from engine.client.upload import Upload
 from engine.images import image_ops
 from engine.images.image_jobs import Caller
 from engine.observability.tracing import NO_SPAN, current_span
-from engine.router.engine_client import RequestOutput
 
 logger = logging.getLogger("stencil.engine")
 
@@ -52,7 +51,7 @@ class TemplateSession(Session):
         self._span = NO_SPAN if is_idle_work else current_span()  # the request's span has ended when idle work begins
         self._memory = SessionMemory(services)
         self._prepared: PreparedImages | None = None
-        self._answer: RequestOutput | None = None
+        self._answer: Output | None = None
 
     async def prepare(self) -> PreparedImages:
         """Have the upload checked and made a template. Raises InvalidRequestError, OverloadedError, EngineError."""
@@ -132,7 +131,7 @@ class TemplateSession(Session):
             owner=self.owner,
         )
 
-    def _on_output(self, output: RequestOutput) -> None:
+    def _on_output(self, output: Output) -> None:
         self._answer = output
         self.done.set()
 

@@ -14,10 +14,9 @@ from run_workflows import CLASSES, DIAMOND
 
 from core.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError, RunError
 from core.failure import Failure
-from core.messages.engine import AdapterAdded, Failed, WorkflowAdded
+from core.messages.engine import AdapterAdded, Failed, Output, WorkflowAdded
 from core.messages.worker import Addition, DropAdapter, DropWorkflow, LoadWorkflow, Removal
 from engine.router.additions import Additions
-from engine.router.engine_client import RequestOutput
 
 BAD = Failure("invalid_request", "Invalid 'lora_path': no such file.", param="lora_path")
 DEAD = Failure("engine_dead", "it died")
@@ -33,9 +32,9 @@ class Engine:
         self.is_draining, self.incarnation = False, object()
         self.loads: list[Any] = []
         self.dropped: list[Removal] = []
-        self._waiters: list[Callable[[RequestOutput], None]] = []
+        self._waiters: list[Callable[[Output], None]] = []
 
-    def submit(self, load: Addition, waiter: Callable[[RequestOutput], None]) -> None:
+    def submit(self, load: Addition, waiter: Callable[[Output], None]) -> None:
         if not self.is_alive:
             raise EngineDeadError("it is gone")
         self.loads.append(load)

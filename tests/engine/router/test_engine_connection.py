@@ -13,9 +13,9 @@ import zmq.asyncio
 
 from core.config import EngineConfig
 from core.ipc.shared_array import Arena
-from core.messages.engine import Failed
+from core.messages.engine import Failed, Output
 from engine.engine_core.engine_process import connect
-from engine.router.engine_client import EngineClient, RequestOutput
+from engine.router.engine_client import EngineClient
 from engine.router.local_backend import LocalBackend
 
 
@@ -38,7 +38,7 @@ async def test_the_sockets_folder_is_gone_once_the_engine_has_connected(tmp_path
 
 async def test_an_engine_whose_message_cannot_be_read_is_killed_and_its_requests_fail() -> None:
     """The engine is a real process; the bytes reach its client's socket as if they were its own."""
-    heard: list[RequestOutput] = []
+    heard: list[Output] = []
     with closing(Arena.create(0, 1 << 12)) as arena, zmq.asyncio.Context() as context:
         client = EngineClient(
             EngineConfig(), LocalBackend(arena), lambda *ready: None, lambda *report: None, start_seconds=60.0

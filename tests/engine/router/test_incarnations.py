@@ -22,7 +22,7 @@ from loopback import Loopback
 
 from core.config import EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
 from core.handles import ArrayRef
-from core.messages.engine import EngineReady, EngineRequest, Finished
+from core.messages.engine import EngineReady, EngineRequest, Finished, Output
 from core.messages.worker import BatchResult, FromWorker
 from core.routing.request_shape import RequestShape
 from core.scheduling.scheduler import StepScheduler
@@ -31,7 +31,6 @@ from engine.engine_core.engine_core import EngineCore
 from engine.engine_core.engine_process import Link
 from engine.observability.metrics import Metrics
 from engine.router.engine_backend import MachineLink
-from engine.router.engine_client import RequestOutput
 from engine.router.router import Router
 
 CONFIG = StencilConfig(engine=EngineConfig(models=(ModelConfig(served_model_name="m"),)))
@@ -149,7 +148,7 @@ class Calls:
     """Requests and what is said of each."""
 
     def __init__(self, router: Router) -> None:
-        self.told: dict[str, list[RequestOutput]] = {}
+        self.told: dict[str, list[Output]] = {}
         self._router = router
 
     def submit(self, request: EngineRequest) -> None:

@@ -13,11 +13,11 @@ from core.config import EngineConfig, ModelConfig, StencilConfig
 from core.errors import EngineDeadError, ModelUnavailableError, StencilError
 from core.failure import Failure
 from core.late_adapters import LateAdapters
-from core.messages.engine import AdaptersUsed, DropTemplate, EngineRequest, Failed, PartialImage, UseAdapters
+from core.messages.engine import AdaptersUsed, DropTemplate, EngineRequest, Failed, Output, PartialImage, UseAdapters
 from core.patches import Patch
 from engine.observability.metrics import Metrics
 from engine.router.engine_backend import EngineBackend
-from engine.router.engine_client import RequestOutput, Waiter
+from engine.router.engine_client import Waiter
 from engine.router.router import Router
 
 DEAD = EngineDeadError("it died")
@@ -76,7 +76,7 @@ class Site:
         self.router = Router(StencilConfig(engine=config), cast(EngineBackend, None), Metrics())
         self.router.engines.models = {name: msgspec.structs.replace(MODEL, name=name) for name in names}
         self.first, self.second = cast(list[Replica], self.router.engines.replicas.values())
-        self.told: dict[str, RequestOutput] = {}
+        self.told: dict[str, Output] = {}
 
     def submit(self, name: str, model: str) -> None:
         edit = msgspec.structs.replace(make_edit(name), model=model)

@@ -11,16 +11,15 @@ import pytest
 
 from core.errors import EngineDeadError
 from core.failure import Failure
-from core.messages.engine import Aborted, EngineRequest, Failed
+from core.messages.engine import Aborted, EngineRequest, Failed, Output
 from engine.client.recall.prompt_embedding import EMBEDDING_BYTES, PromptEmbedding
 from engine.client.sessions.client_arena import ClientArena
-from engine.router.engine_client import RequestOutput
 
 
-def embed(answer: Callable[[str], RequestOutput]) -> object:
+def embed(answer: Callable[[str], Output]) -> object:
     """With a router that has this answer to each request."""
 
-    def submit(request: EngineRequest, waiter: Callable[[RequestOutput], None]) -> None:
+    def submit(request: EngineRequest, waiter: Callable[[Output], None]) -> None:
         waiter(answer(request.request_id))
 
     arena = ClientArena(EMBEDDING_BYTES)
