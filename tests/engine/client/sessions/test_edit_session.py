@@ -526,24 +526,35 @@ def counted(server: Server) -> dict[str, float]:
     return {reason: float(number) for reason, number in found if float(number)}
 
 
+async def read_failing(server: Server, n: int, fail: Callable[[], None]) -> None:
+    """Read an edit's images. fail: called once it is submitted."""
+    async with server.engine.edit("edit", make_input(n=n), CHOICE) as outputs:
+        server.clock.now += 1.0
+        fail()
+        async for _ in outputs:
+            server.images.error = EngineDeadError("two image processors died")
+
+
 async def test_every_image_of_an_edit_that_fails_is_counted(tracking: Server) -> None:
     """All are failed at once, and only the first one's failure is raised."""
+
+    def fail_all() -> None:
+        for replica in tracking.replicas:
+            while replica.sent:
+                replica.fail_first(TOO_LATE)
+
     with pytest.raises(DeadlineExceededError):
-        async with tracking.engine.edit("edit", make_input(n=3), CHOICE) as outputs:
-            for replica in tracking.replicas:
-                while replica.sent:
-                    replica.fail_first(TOO_LATE)
-            await anext(outputs)
+        await read_failing(tracking, 3, fail_all)
     assert counted(tracking) == {"error": 3.0}
 
 
 async def test_an_image_whose_file_cannot_be_made_counts_as_a_failure(tracking: Server) -> None:
+    def finish_both() -> None:
+        for replica in tracking.replicas:
+            replica.finish_first()
+
     with pytest.raises(EngineDeadError):
-        async with tracking.engine.edit("edit", make_input(n=2), CHOICE) as outputs:
-            await finish_all(tracking)
-            await anext(outputs)
-            tracking.images.error = EngineDeadError("two image processors died")
-            await anext(outputs)
+        await read_failing(tracking, 2, finish_both)
     assert counted(tracking) == {"stop": 1.0, "error": 1.0}
 
 
