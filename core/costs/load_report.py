@@ -69,6 +69,7 @@ class Dequeued(msgspec.Struct, frozen=True, array_like=True, tag="dequeued"):
     """An edit has left the queue."""
 
     request_id: str
+    took: float | None = None  # seconds that its owner stays charged for; None: as predicted when it began
 
 
 QueueChange = Queued | Begun | Ended | Dequeued

@@ -119,6 +119,11 @@ def launch(address: str, target: str, config: bytes, fds: Sequence[int], name: s
     with connect(address) as connection, lifeline() as (theirs, ours):
         header = {**header_of(target), "remove": [], "environment": dict(os.environ), "folder": os.getcwd()}
         with config_file(header, config) as memfd:
-            send(connection, name.encode(), [memfd, theirs, STDOUT, STDERR, *fds])
+            kept = connection.dup()  # first of all, as no other step may fail once the descriptors are passed on
+            try:
+                send(connection, name.encode(), [memfd, theirs, STDOUT, STDERR, *fds])
+            except OSError:
+                kept.close()
+                raise
         close_sockets(fds)
-        return LaunchedProcess(name, connection.dup(), ours)
+        return LaunchedProcess(name, kept, ours)

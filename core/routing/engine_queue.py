@@ -104,7 +104,7 @@ class EngineQueue:
                 case Ended():
                     self._stop_waiting(claim)
                 case Dequeued():
-                    self._remove(claim, change.request_id)
+                    self._remove(claim, change)
 
     def _add(self, change: Queued) -> None:
         load = change.load
@@ -123,11 +123,11 @@ class EngineQueue:
         self._queue.begin(claim)
         self._begun[change.request_id] = claim.item
 
-    def _remove(self, claim: Claim[_Held], request_id: str) -> None:
-        if self._begun.pop(request_id, None) is None:
+    def _remove(self, claim: Claim[_Held], change: Dequeued) -> None:
+        if self._begun.pop(change.request_id, None) is None:
             self._stop_waiting(claim)
-        self._queue.remove(claim)
-        del self._claims[request_id]
+        self._queue.remove(claim, change.took)
+        del self._claims[change.request_id]
 
     def _stop_waiting(self, claim: Claim[_Held]) -> None:
         load, claim.item.load = claim.item.load, None

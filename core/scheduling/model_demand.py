@@ -32,7 +32,7 @@ class ModelDemand:
     @property
     def has_missing(self) -> bool:
         """Whether something that is wanted is nowhere, or not where it is wanted."""
-        models = map(self.residency.needs_of, self.cache.wanted_models())
+        models = map(self.residency.priming_needs_of, self.cache.wanted_models())
         if not self.residency.are_there(self.requests.needs) or any(map(self.residency.missing, models)):
             return True
         bound = [(needs, rank) for needs, rank in self.in_use() if rank is not None] if self.cache.has_devices else ()
@@ -51,10 +51,10 @@ class ModelDemand:
             else:
                 found[request.needs, self.cache.rank_of(request)] = None
         for model in self.cache.models_in_use:
-            found[self.residency.needs_of(model), None] = None
+            found[self.residency.priming_needs_of(model), None] = None
         for job in self.cache.jobs():
             if (is_awaited or job.rank is not None) and not job.is_idle_work:
-                found[self.residency.needs_of(job.model), job.rank] = None
+                found[self.residency.priming_needs_of(job.model), job.rank] = None
         return iter(found)
 
     def behind_others(self) -> Iterator[Needs]:
@@ -74,4 +74,6 @@ class ModelDemand:
         """(what it is computed with, when the first came) of the models with templates to be primed, but for idle
         work.
         """
-        return ((self.residency.needs_of(model), arrival) for model, arrival in self.cache.wanted_models().items())
+        return (
+            (self.residency.priming_needs_of(model), arrival) for model, arrival in self.cache.wanted_models().items()
+        )

@@ -54,7 +54,7 @@ class Refusals:
             if refusal is not None:
                 self.endings.fail(request, self._failure(request.head.model, refusal, now))
         for model in self.cache.wanted_models():
-            refusal = self.residency.refusal_of_loads(self.residency.needs_of(model), now)
+            refusal = self.residency.refusal_of_loads(self.residency.priming_needs_of(model), now)
             if refusal is not None:
                 self.cache.fail_templates({model: self._failure(model, refusal, now)})
 

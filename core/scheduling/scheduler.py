@@ -247,7 +247,7 @@ class StepScheduler:
         """Add a template to be primed and kept. A duplicate id raises ValueError."""
         if prime.request_id in self._requests or prime.request_id in self.cache.template_requests:
             raise ValueError(f"request {prime.request_id} is here already")
-        needs = self._loads.residency.needs_of(prime.model)
+        needs = self._loads.residency.priming_needs_of(prime.model)
         if (failure := self._refusal(prime, needs)) is not None:
             return self.refuse(prime.request_id, failure)
         self._reporter.note_received()

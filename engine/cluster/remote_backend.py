@@ -223,12 +223,16 @@ class RemoteBackend:
     def start(self, config: EngineConfig, epoch: int, socket: zmq.asyncio.Socket) -> RemoteEngine:
         """See EngineBackend. The engine's client speaks to this process, which passes messages on."""
         near: zmq.asyncio.Socket = socket.context.socket(zmq.DEALER)
-        near.setsockopt(zmq.LINGER, 0)
-        near.set_hwm(0)
-        socket.bind(_NEAR)
-        near.connect(_NEAR)
-        keys = CurveKeys.new()
-        return RemoteEngine(config, epoch, keys, self._new_host(config), self._arena, near, self._ending)
+        try:
+            near.setsockopt(zmq.LINGER, 0)
+            near.set_hwm(0)
+            socket.bind(_NEAR)
+            near.connect(_NEAR)
+            host = self._new_host(config)
+            return RemoteEngine(config, epoch, CurveKeys.new(), host, self._arena, near, self._ending)
+        except BaseException:
+            near.close()  # the context would wait for it
+            raise
 
     async def close(self) -> None:
         """Wait until all hosts have been ended."""

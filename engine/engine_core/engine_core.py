@@ -69,9 +69,8 @@ PROVEN_SECONDS = 10.0
 a broken device, does so within its first batches."""
 
 LOAD_SECONDS = 120.0
-"""How much longer a worker may take for an answer while it loads adapters or classes that came as it served: its
-batches may wait for these, and file systems are slow at times. Each one that it has loaded starts its time limit
-again."""
+"""How much longer a worker may take for an answer while it loads adapters that came as it served: its batches may wait
+for these, and file systems are slow at times. Each one that it has loaded starts its time limit again."""
 
 
 class PlanSink(Protocol):

@@ -76,7 +76,7 @@ class RankAdditions:
         self._configured: set[Removal] = {DropAdapter(model, patch) for model, patch in configured}
         self._made: dict[Removal, Addition] = {}  # what undoes it -> how to make it again
         self._loads: dict[str, _Load] = {}  # request id -> the load
-        self._awaited: list[set[str]] = [set() for _ in range(num_ranks)]  # by rank: request ids it has not answered
+        self._awaited: list[set[str]] = [set() for _ in range(num_ranks)]  # by rank: of adapters, not answered
 
     def load(self, message: Addition) -> None:
         """Have all ranks take something in use, see `note`; while none is up, the first one that joins."""
@@ -85,7 +85,7 @@ class RankAdditions:
             self._add(rank, message)
 
     def is_loading(self, rank: int) -> bool:
-        """Whether a rank has still to answer what it was told to take in use."""
+        """Whether a rank has still to answer for an adapter, for which its batches may wait."""
         return bool(self._awaited[rank])
 
     def drop(self, message: Removal) -> None:
@@ -150,7 +150,8 @@ class RankAdditions:
         return AdapterAdded(message.request_id, removal.patch, load.defaults)
 
     def _add(self, rank: int, message: Addition) -> None:
-        self._awaited[rank].add(message.request_id)
+        if isinstance(message, LoadAdapter):
+            self._awaited[rank].add(message.request_id)
         self._tell(rank, message)
 
     def _tell_all(self, message: Removal) -> None:

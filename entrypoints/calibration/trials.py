@@ -83,12 +83,14 @@ class Trials:
         """The result of the steps to compute of edits with this number of steps, see `search.search_steps`; None if all
         are needed, as of so few that no schedule leaves one out. found: by `search`, which must have been called.
         """
-        if num_inference_steps != self.num_inference_steps:
+        are_others = num_inference_steps != self.num_inference_steps
+        if are_others:
             self._steps = num_inference_steps
             self._known.clear()
-            self._run_exact(found)
         if not schedules(self.num_steps):
             return None
+        if are_others:
+            self._run_exact(found)
         trial = search_steps(self._measure, self.num_steps, target, found)
         return trial if trial.setting.computed is not None and trial.reaches(target) else None
 

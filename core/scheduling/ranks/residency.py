@@ -56,7 +56,8 @@ class Residency:
         self.has_outgrown = False  # whether a component was larger than predicted, so that its model may not fit
         self.quarantine = Quarantine()
         self._needs = {name: bindings.needs(name) for name in self.models}
-        self._own = frozenset(keys for needs in self._needs.values() for keys in needs)
+        self._priming_needs = {name: (*needs, *bindings.priming(name)) for name, needs in self._needs.items()}
+        self._own = frozenset(keys for needs in self._priming_needs.values() for keys in needs)
         self._set_size = set_size
         self._sizes = {each.key: each.nbytes for each in sizes}
         self._predict = predict
@@ -396,7 +397,8 @@ class Residency:
 
     def refused(self, refusal: Refusal) -> list[str]:
         """The models, adapters included, whose own needs are refused."""
-        return [name for name, needs in self._needs.items() if self.is_refused(refusal, needs, refusal.owner)]
+        of_models = self._priming_needs if refusal.cause == "deaths" else self._needs
+        return [name for name, needs in of_models.items() if self.is_refused(refusal, needs, refusal.owner)]
 
     def steered_by(self, keys: Iterable[ModelKey]) -> list[str]:
         """The models, adapters included, that have all of these components as ControlNets."""
@@ -475,7 +477,7 @@ class Residency:
 
     def is_quarantined(self, model: str) -> bool:
         """Whether a model is refused to everybody because its batches have ended ranks."""
-        needs = self._needs[model]
+        needs = self._priming_needs[model]
         return any(each.cause == "deaths" and each.is_of(needs, None) for each in self.quarantine.refusals)
 
     def _state(self, name: str) -> ModelState:
@@ -492,6 +494,10 @@ class Residency:
     def needs_of(self, model: str) -> Needs:
         """What a model's requests compute with, but for those whose mask is to be found."""
         return self._needs[model]
+
+    def priming_needs_of(self, model: str) -> Needs:
+        """The same, and what its templates are primed with."""
+        return self._priming_needs[model]
 
     @property
     def is_complete(self) -> bool:

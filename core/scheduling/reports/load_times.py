@@ -159,7 +159,7 @@ class _LoadForecast:
         if not (self._residency.budget and self._ends):
             return 0
         missing = keys_of(self._residency.missing(needs))
-        return sum(map(self._residency.size_of, missing)) if missing and self._soonest(missing)[2] else 0
+        return sum(map(self._residency.size_of, self._soonest(missing)[2])) if missing else 0
 
     def room(self, needs: Iterable[Needs]) -> SpareBytes:
         """On the set that has most, once the planned loads have ended. needs: what all live requests need. There is a

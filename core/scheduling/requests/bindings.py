@@ -65,7 +65,8 @@ class Bindings:
         self._keys: dict[tuple[str, tuple[str, ...]], ModelKeys] = {}  # (model, kinds of components) -> its keys
         self._distinct: dict[tuple[str, str, tuple[ModelKey, ...], float], ModelKeys] = {}
         self._roles: dict[str, Mapping[str, str]] = {}  # workflow that was added -> its model's roles with it
-        self._bindings: dict[tuple[str, str, ControlNets], Binding] = {}  # (model, workflow, nets) -> its binding
+        # (model, workflow, nets, whether its templates are primed) -> its binding
+        self._bindings: dict[tuple[str, str, ControlNets, bool], Binding] = {}
 
     @property
     def classes(self) -> Mapping[str, RunClass]:
@@ -93,18 +94,23 @@ class Bindings:
             del self._distinct[facts]
         return gone
 
-    def of(self, model: str, workflow: Workflow, controlnets: ControlNets = ()) -> Binding:
+    def of(
+        self, model: str, workflow: Workflow, controlnets: ControlNets = (), *, reads_template: bool = False
+    ) -> Binding:
         """The binding of a served model for a workflow; "": of none, if classes play all roles. controlnets: names of
-        those that the request uses, in alphabetical order. Raises KeyError for an unknown model or ControlNet.
+        those that the request uses, in alphabetical order. reads_template: whether it reads its template's pages, which
+        may have to be made first. Raises KeyError for an unknown model or ControlNet.
         """
-        found = self._bindings.get((model, workflow.name, controlnets))
+        found = self._bindings.get((model, workflow.name, controlnets, reads_template))
         if found is None:
             roles = self._roles.get(workflow.name, self.models[model].roles if model else {})
             models = {node.name: self._player(node, roles, model) for node in workflow.nodes}
             keys = {node.name: self._keys_of(node, models[node.name], controlnets) for node in workflow.nodes}
-            priming = () if workflow.paged is None else self._priming(models[workflow.paged.name])
+            paged = workflow.paged if reads_template else None
+            priming = () if paged is None else self.priming(models[paged.name])
             needs = tuple(each for each in dict.fromkeys((*keys.values(), *priming)) if each.keys)
-            found = self._bindings[model, workflow.name, controlnets] = Binding(models, keys, needs)
+            found = Binding(models, keys, needs)
+            self._bindings[model, workflow.name, controlnets, reads_template] = found
         return found
 
     def _keys_of(self, node: Node, model: str, controlnets: ControlNets) -> ModelKeys:
@@ -138,7 +144,7 @@ class Bindings:
         info = self.models[model]
         return info.family, info.device, info.keys_of(*kinds), 0.0
 
-    def _priming(self, model: str) -> Needs:
+    def priming(self, model: str) -> Needs:
         """What the activation cache makes the pages of a model's templates with; () if it has none."""
         has_pages = model in self.models and self.models[model].page_scheme is not None
         return tuple(self.keys(model, *op.components) for op in OPS if op.part == "prime") if has_pages else ()
@@ -149,4 +155,4 @@ class Bindings:
         own = [(model, key.component) for key in info.components]
         players = dict.fromkeys(info.roles.values())
         lent = [(name, key.component) for name in players for key in self.models[name].own if key in info.borrowed]
-        return tuple(dict.fromkeys((*(self.keys(name, kind) for name, kind in (*own, *lent)), *self._priming(model))))
+        return tuple(dict.fromkeys(self.keys(name, kind) for name, kind in (*own, *lent)))

@@ -67,9 +67,10 @@ class LiveRequests:
         """
         request = self._running.pop(request_id)
         self._moved[request_id] = request
-        self._changes.append(Dequeued(request_id))
         claim = self._claims[request_id]
-        self._queue.remove(claim, took=max(0.0, claim.cost - load.seconds))
+        took = max(0.0, claim.cost - load.seconds)
+        self._changes.append(Dequeued(request_id, took))
+        self._queue.remove(claim, took)
         self._queue_up(request, load)
 
     def end(self, request_id: str) -> None:

@@ -174,7 +174,7 @@ class Request:
             side.name: preview_steps(rounds[workflow.node(side.shows).region], len(head.spec.previews))
             for side in workflow.side_nodes
         }
-        binding = bindings.of(head.model, workflow, head.spec.controlnets)
+        binding = bindings.of(head.model, workflow, head.spec.controlnets, reads_template=head.spec.reads_template)
         return cls(head, workflow, binding, Progress(workflow, rounds, shown))
 
     def __post_init__(self) -> None:
@@ -222,7 +222,7 @@ class Request:
 
     @property
     def needs(self) -> Needs:
-        """The components that its nodes compute with."""
+        """The components that its nodes compute with, and its template's pages are made with."""
         return self.binding.needs
 
     def patches_of(self, node: Node) -> PatchSet:

@@ -12,6 +12,7 @@ import json
 import re
 import uuid
 
+from core.errors import InvalidRequestError
 from entrypoints.openai.body.uploads import SpooledUpload
 
 LONG_STRING_BYTES = 512 * 1024
@@ -20,10 +21,13 @@ pairs."""
 PIECE_BYTES = 64 * 1024
 """Processed between two turns of the event loop; takes 1 ms at worst. Must be at most LONG_STRING_BYTES: then a string
 within one piece is never long, and only the first and last quote of a piece matter."""
-_CUT_ESCAPE = re.compile(rb"(\\u[dD][89abAB][0-9a-fA-F]{2})?(\\(u[0-9a-fA-F]{0,3})?)?\Z")
-"""What may be incomplete at the end of a piece: an escape, and the second half of a surrogate pair. Matches nothing,
-too."""
-_LONGEST_CUT_ESCAPE = 11
+_CUT = re.compile(
+    rb"((\\u[dD][89abAB][0-9a-fA-F]{2})?(\\(u[0-9a-fA-F]{0,3})?)?"
+    rb"|[\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf4][\x80-\xbf]{0,2})\Z"
+)
+"""What may be incomplete at the end of a piece: an escape and the second half of a surrogate pair, or a character of
+UTF-8. Matches nothing, too."""
+_LONGEST_CUT = 11
 
 
 class JsonBody:
@@ -35,9 +39,11 @@ class JsonBody:
         self.long_strings: dict[str, SpooledUpload] = {}  # marker -> the string's content, in UTF-8
         self._marker = f"long-string-{uuid.uuid4().hex}"  # random, so that a client cannot send it
         self._is_in_string = False
-        self._content: list[bytearray] = []  # of the current string until it is long; pieces never split an escape
+        self._content: list[
+            bytearray
+        ] = []  # of the current string until it is long; pieces never split an escape or a character
         self._upload: SpooledUpload | None = None  # of the current string, once it is long
-        self._rest = b""  # an incomplete escape at the end of the last piece
+        self._rest = b""  # what is incomplete at the end of the last piece
 
     def close(self) -> None:
         """Free the uploads."""
@@ -95,9 +101,10 @@ class JsonBody:
 
     async def _spool(self, upload: SpooledUpload, content: bytes | bytearray) -> None:
         try:
-            await upload.write(_unescape(content))
-        except ValueError:  # an invalid escape
-            self._keep(content)  # leave it to the parser, which refuses it
+            plain = _unescape(content)
+        except ValueError as error:
+            raise InvalidRequestError(f"Could not parse the JSON body: {error}.", code="invalid_json") from error
+        await upload.write(plain)
 
     def _end_string(self) -> None:
         content = b"".join(self._content)
@@ -107,17 +114,17 @@ class JsonBody:
 
 
 def _uncut(plain: bytes) -> int:
-    """The length without what may continue in the next piece: an incomplete escape, or the first half of a pair."""
-    match = _CUT_ESCAPE.search(plain, max(0, len(plain) - _LONGEST_CUT_ESCAPE))
+    """The length without what may continue in the next piece."""
+    match = _CUT.search(plain, max(0, len(plain) - _LONGEST_CUT))
     assert match is not None
     return match.start()
 
 
 def _unescape(content: bytes | bytearray) -> bytes | bytearray:
-    """Resolve escapes. content: UTF-8, of which the first and last character may be cut; so is the result. Raises
-    ValueError for a bad escape, or half of a surrogate pair.
+    """Resolve escapes; content without any is not looked at. Raises ValueError for a bad escape, half of a surrogate
+    pair, and beside escapes what is not UTF-8.
     """
     if b"\\" not in content:
         return content
-    text: str = json.loads(f'"{content.decode(errors="surrogateescape")}"', strict=False)
-    return text.encode(errors="surrogateescape")
+    text: str = json.loads(f'"{content.decode()}"', strict=False)
+    return text.encode()

@@ -60,8 +60,8 @@ class RequestContext:
 
 
 class UncaughtErrors:
-    """Answers uncaught exceptions with 500. Runs behind CORSMiddleware, so that pages of allowed origins can read that,
-    too.
+    """Answers uncaught exceptions with 500, and what a shutdown cancels with 503. Runs behind CORSMiddleware, so that
+    pages of allowed origins can read that, too.
     """
 
     def __init__(self, app: ASGIApp) -> None:

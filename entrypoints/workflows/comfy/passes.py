@@ -14,7 +14,7 @@ from entrypoints.workflows.comfy.sampler_names import levels_of
 FULL = 0.9999
 """From this denoise on, a KSampler runs the whole schedule."""
 
-SEED_BITS = 2**62 - 1
+SEED_MASK = 2**62 - 1
 """What is kept of a seed of 64 bits. Requests have none above MAX_SEED, 2**63 - 1, and with n pictures it must be n - 1
 below that, also where a batch has one seed. A generator of the CPU reads the 32 lowest bits alone.
 """
@@ -92,4 +92,4 @@ def _pass(node: Node, steps: int, total: int) -> Pass:
     """The last steps of all."""
     seed = int(node.values["seed" if node.kind == "KSampler" else "noise_seed"])
     sampler, schedule = str(node.values["sampler_name"]), str(node.values["scheduler"])
-    return Pass(node, total, steps, seed & SEED_BITS, sampler, schedule)
+    return Pass(node, total, steps, seed & SEED_MASK, sampler, schedule)

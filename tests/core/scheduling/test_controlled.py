@@ -240,8 +240,7 @@ def with_a_net_on_rank_0() -> Rig:
     """Of two ranks with an edit that waited for it: on the other one its load has failed."""
     rig = Rig(2, OWN)
     rig.scheduler.learn(
-        CostSample("m", "transformer", "denoise", Work.of([280]), 0.05 / degree, degree=degree, is_profile=True)
-        for degree in (1, 2)
+        CostSample("m", "denoise", Work.of([280]), 0.05 / degree, degree=degree, is_profile=True) for degree in (1, 2)
     )
     rig.scheduler.add(controlled(make_edit("a"), EDGES))
     while len(rig.workers.loading) < 2:

@@ -14,6 +14,8 @@ from core.handles import LoadedComponent, ModelKey
 from core.messages.engine import Aborted, EngineRequest, Failed, Finished, PrimeTemplate, TemplatePrimed
 from core.messages.worker import BatchResult, ModelFailed, ModelLoaded, StepPlan
 from core.model_info import ModelInfo
+from core.scheduling.policies.papers.lego import Lego
+from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.ranks.quarantine import FIRST_WAIT_SECONDS
 from core.scheduling.scheduler import StepScheduler
 
@@ -35,7 +37,13 @@ class Rig:
     """
 
     def __init__(
-        self, *, num_ranks: int = 1, budget: int = 0, encoders: bool = False, cache: CacheConfig | None = None
+        self,
+        *,
+        num_ranks: int = 1,
+        budget: int = 0,
+        encoders: bool = False,
+        cache: CacheConfig | None = None,
+        policy: SchedulingPolicy | None = None,
     ) -> None:
         """cache: with which edits are mask-aware."""
         models = {name: model(name, SHARED[encoders:]) for name in ("a", "b")}
@@ -44,7 +52,7 @@ class Rig:
         self.models = models
         sizes = {LoadedComponent(key, NBYTES) for info in models.values() for key in info.components}
         config = SchedulerConfig(model_bytes=budget)
-        self.scheduler = StepScheduler(config, models, num_ranks, cache, sizes=sizes)
+        self.scheduler = StepScheduler(config, models, num_ranks, cache, sizes=sizes, policy=policy)
         self.workers = FakeWorkers(num_ranks, pages=FakePages(LAYOUT.num_blocks))
         self.outputs: dict[str, object] = {}
         self.plans: list[StepPlan] = []
@@ -329,6 +337,30 @@ def test_pages_are_made_where_the_text_encoder_is_too() -> None:
         rig.answer()
         rig.step()
     assert rig.finished == {"1"}
+    rig.scheduler.check_integrity()
+
+
+def test_an_edit_of_which_no_page_is_read_needs_no_text_encoder_beside_the_denoiser() -> None:
+    rig = Rig(num_ranks=2, budget=3 * NBYTES, encoders=True, cache=CacheConfig(host_bytes=TEMPLATE_BYTES))
+    rig.restart(0, ModelKey("a", "transformer"), ModelKey("0", "vae"))
+    rig.restart(1, ModelKey("a", "text_encoder"), ModelKey("0", "vae"))
+    rig.add("1", "a")
+    rig.run()
+    assert rig.finished == {"1"}
+
+
+def test_lego_brings_together_what_pages_are_made_with() -> None:
+    """The second edit's latents are there, and the pages of its steps are not."""
+    cache = CacheConfig(host_bytes=8 * TEMPLATE_BYTES)
+    rig = Rig(num_ranks=2, budget=4 * NBYTES, encoders=True, cache=cache, policy=Lego())
+    for number, steps in ((1, 1), (2, 8)):
+        rig.scheduler.add(msgspec.structs.replace(make_masked(str(number), steps=steps), model="a"))
+        for _ in range(200):
+            rig.step()
+            rig.answer()
+        assert str(number) in rig.finished
+        rig.restart(0, ModelKey("a", "transformer"), ModelKey("0", "vae"))
+        rig.restart(1, ModelKey("a", "text_encoder"), ModelKey("0", "vae"))
     rig.scheduler.check_integrity()
 
 

@@ -82,7 +82,7 @@ class Lego(SchedulingPolicy):
 
     def loads(self, demand: ModelDemand, now: float) -> Loads:
         """What placed batches need, at every pass. While none of them has to wait for that, what is wanted without a
-        request is loaded as for other policies: for templates, and where no request was admitted.
+        request is loaded as for other policies: for pages, and where no request was admitted.
         """
         residency = demand.residency
         up = {rank for ranks in residency.sets for rank in ranks}
@@ -93,7 +93,8 @@ class Lego(SchedulingPolicy):
             for order in self._orders(residency, ranks, placed, now)
         ]
         has_requests = self._new or self._admitted
-        if not orders and (not has_requests or demand.cache.models_in_use or demand.cache.wanted_models()):
+        has_jobs = demand.cache.models_in_use or demand.cache.wanted_models() or demand.cache.jobs()
+        if not orders and (has_jobs or not has_requests):
             return where_needed(demand, now)
         return Loads(tuple(orders), None, again=now)
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.config import CLASS_SECONDS
-from core.costs.load_report import RequestLoad
+from core.costs.load_report import LoadReport, RequestLoad
 from core.graph.catalog import WORKFLOWS
+from core.routing.engine_queue import EngineQueue
 from core.scheduling.requests.bindings import Bindings
 from core.scheduling.requests.fair_queue import Claim, FairQueue, counts_as_due
 from core.scheduling.requests.live_requests import LiveRequests
@@ -185,12 +186,19 @@ def test_who_begins_again_pays_for_what_was_done_and_what_is_left_once() -> None
 
     def add(name: str, seconds: float) -> None:
         request = Request.of(make_edit(name, owner=name[0]), WORKFLOWS, bindings)
-        requests.add(request, RequestLoad(0, 0.0, seconds))
+        requests.add(request, RequestLoad(0, 0.0, seconds, owner=name[0]))
 
     for name, seconds in (("a1", 10.0), ("b1", 12.0), ("a2", 1.0), ("b2", 1.0)):
         add(name, seconds)
     for name in ("a1", "b1"):
         requests.begin(name, lambda request: 0.0)
-    requests.send_back("a1", RequestLoad(0, 0.0, 4.0))
+    requests.send_back("a1", RequestLoad(0, 0.0, 4.0, owner="a"))
     requests.begin("a1", lambda request: 0.0)
     assert [each.id for each in requests.in_order()][-2:] == ["a2", "b2"], "a has had 10 s, b 12 s"
+    running = {each.id: RequestLoad(0, 0.0, 1.0, owner=each.id[0]) for each in requests.running}
+    report = LoadReport(
+        num_received=4, num_running=2, num_waiting=2, running=running, is_first=True, queue=requests.take_changes()
+    )
+    router = EngineQueue()
+    router.update(report)
+    assert [load.owner for load in router.loads()][-2:] == ["a", "b"], "the router's copy is charged alike"

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.errors import InvalidRequestError
 from entrypoints.openai.body import json_body
 from entrypoints.openai.body.json_body import JsonBody
 
@@ -72,14 +73,19 @@ async def test_every_way_to_escape_base64(size: int) -> None:
     assert json.loads(text) == {"a": marker, "b": "short"}
 
 
-@pytest.mark.parametrize(
-    "data", [rb'{"a": "\u00zz"}', b'{"a": "' + b"abcd" * 20 + rb'\u00zz and more"}', rb'{"a": "abc', b'"\\']
-)
+@pytest.mark.parametrize("data", [rb'{"a": "\u00zz"}', rb'{"a": "abc', b'"\\'])
 @pytest.mark.parametrize("size", [1, 3, 100])
 async def test_malformed_stays_malformed(data: bytes, size: int) -> None:
     text, _ = await split(data, size)
     with pytest.raises(json.JSONDecodeError):
         json.loads(text)
+
+
+@pytest.mark.parametrize("bad", [rb"\u00zz", rb"\x", rb"\ud800", rb"\ude00", rb"\udcc3\udca9"])
+@pytest.mark.parametrize("size", [1, 3, 100])
+async def test_malformed_long_strings_are_refused_as_they_come(bad: bytes, size: int) -> None:
+    with pytest.raises(InvalidRequestError, match="Could not parse the JSON body"):
+        await split(b'{"a": "' + b"abcd" * 20 + bad + b' and more"}', size)
 
 
 @pytest.mark.parametrize(
