@@ -69,7 +69,7 @@ class Dequeued(msgspec.Struct, frozen=True, array_like=True, tag="dequeued"):
     """An edit has left the queue."""
 
     request_id: str
-    took: float | None = None  # seconds that its owner stays charged for; None: as predicted when it began
+    charged_seconds: float | None = None  # what its owner stays charged; None: as predicted when it began
 
 
 QueueChange = Queued | Begun | Ended | Dequeued

@@ -126,7 +126,7 @@ class EngineQueue:
     def _remove(self, claim: Claim[_Held], change: Dequeued) -> None:
         if self._begun.pop(change.request_id, None) is None:
             self._stop_waiting(claim)
-        self._queue.remove(claim, change.took)
+        self._queue.remove(claim, change.charged_seconds)
         del self._claims[change.request_id]
 
     def _stop_waiting(self, claim: Claim[_Held]) -> None:

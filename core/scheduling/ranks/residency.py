@@ -397,7 +397,7 @@ class Residency:
 
     def refused(self, refusal: Refusal) -> list[str]:
         """The models, adapters included, whose own needs are refused."""
-        of_models = self._priming_needs if refusal.cause == "deaths" else self._needs
+        of_models = self._needs if refusal.cause == "load" else self._priming_needs
         return [name for name, needs in of_models.items() if self.is_refused(refusal, needs, refusal.owner)]
 
     def steered_by(self, keys: Iterable[ModelKey]) -> list[str]:
