@@ -24,7 +24,7 @@ CONTROLLED = {workflow: controlled(workflow) for workflow in (INPAINT, HIRES, RE
 """Workflow -> the same with ControlNets."""
 
 SELECTED = tuple(map(selecting, (*CONTROLLED, *CONTROLLED.values())))
-"""Those whose mask is found, of those whose mask is given."""
+"""Workflows that find their mask, each made of one that is given it."""
 
 FURTHER = (FIND_MASK, recalling(INPAINT), EMBED_PROMPT)
 

@@ -289,7 +289,7 @@ def beside_suspects(live: list[Request]) -> list[Request]:
         return live
     for each in suspects:
         if each.status is Status.RUNNING:
-            return [each]  # whoever is more urgent
+            return [each]  # it keeps running alone, even if others are more urgent
     first = live.index(suspects[0])
     others = live[:first] + live[first + 1 :]
     if first == 0 and not any(request.status is Status.RUNNING for request in others):

@@ -496,7 +496,7 @@ class Residency:
         return self._needs[model]
 
     def priming_needs_of(self, model: str) -> Needs:
-        """The same, and what its templates are primed with."""
+        """What a model's requests compute with, and what its templates are primed with."""
         return self._priming_needs[model]
 
     @property
