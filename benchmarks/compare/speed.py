@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -59,8 +60,10 @@ class Speed:
 
     @property
     def spread(self) -> float:
-        """Half the interquartile range of the ratio over rounds: a smaller change is noise."""
+        """Half the interquartile range of the ratio over rounds: a smaller change is noise. One round shows none."""
         ratios = [this / ref for this, ref in zip(self.this, self.ref, strict=True)]
+        if len(ratios) == 1:
+            return math.inf
         low, _, high = statistics.quantiles(ratios, n=4)
         return (high - low) / 2
 

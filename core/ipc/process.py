@@ -246,13 +246,11 @@ def _popen(name: str, header: dict[str, Any], config: bytes, fds: list[int]) -> 
 async def readable(*fds: int) -> None:
     """Wait until one of these is readable. Watches duplicates, since a loop keeps one reader per descriptor."""
     loop = asyncio.get_running_loop()
-    watched = [os.dup(fd) for fd in fds]
     ready = asyncio.Event()
-    for fd in watched:
-        loop.add_reader(fd, ready.set)
-    try:
+    with contextlib.ExitStack() as stack:
+        for fd in fds:
+            watched = os.dup(fd)
+            stack.callback(os.close, watched)
+            loop.add_reader(watched, ready.set)
+            stack.callback(loop.remove_reader, watched)
         await ready.wait()
-    finally:
-        for fd in watched:
-            loop.remove_reader(fd)
-            os.close(fd)
