@@ -5,6 +5,7 @@ import { after, test } from "node:test";
 
 import { ApiError, edit, get } from "../../entrypoints/playground/static/js/api.js";
 import { ControlPicture } from "../../entrypoints/playground/static/js/control-picture.js";
+import { Mask } from "../../entrypoints/playground/static/js/mask.js";
 import { waitForModels } from "../../entrypoints/playground/static/js/model.js";
 import { events } from "../../entrypoints/playground/static/js/sse.js";
 import { asCurl, asPython, namedFiles } from "../../entrypoints/playground/static/js/snippets.js";
@@ -207,4 +208,11 @@ test("a control picture is sent to no model without ControlNets", () => {
   });
   assert.deepEqual(sent, ["edges.png", null, "edges.png"], "it is there again for a model that has them");
   delete globalThis.document;
+});
+
+test("before a picture is open there is nothing to mask, and no change of it fails", () => {
+  const mask = new Mask({ width: 300, height: 150, getContext: () => null }, "#ff2d78"); // as large as canvases are at first
+  mask.invert();
+  mask.clear();
+  assert.ok(mask.isEmpty);
 });
