@@ -7,6 +7,7 @@ import { ApiError, edit, get } from "../../entrypoints/playground/static/js/api.
 import { ControlPicture } from "../../entrypoints/playground/static/js/control-picture.js";
 import { Mask } from "../../entrypoints/playground/static/js/mask.js";
 import { waitForModels } from "../../entrypoints/playground/static/js/model.js";
+import { addShortcuts } from "../../entrypoints/playground/static/js/shortcuts.js";
 import { events } from "../../entrypoints/playground/static/js/sse.js";
 import { asCurl, asPython, namedFiles } from "../../entrypoints/playground/static/js/snippets.js";
 import { tensorText } from "../../entrypoints/playground/static/js/tensor.js";
@@ -215,4 +216,15 @@ test("before a picture is open there is nothing to mask, and no change of it fai
   mask.invert();
   mask.clear();
   assert.ok(mask.isEmpty);
+});
+
+test("an edit begins once, however long its keys are held", () => {
+  let press;
+  globalThis.document = { addEventListener: (_, listener) => (press = listener), querySelector: () => null };
+  let runs = 0;
+  addShortcuts({ run: () => (runs += 1) });
+  const key = { ctrlKey: true, key: "Enter", preventDefault() {} };
+  for (const repeat of [false, true, true]) press({ ...key, repeat });
+  assert.equal(runs, 1, "another run would stop the first");
+  delete globalThis.document;
 });
