@@ -13,6 +13,7 @@ import { asCurl, asPython, namedFiles } from "../../entrypoints/playground/stati
 import { tensorText } from "../../entrypoints/playground/static/js/tensor.js";
 import { lanesOf } from "../../entrypoints/playground/static/js/timeline.js";
 import { activeTokens, generationSize } from "../../entrypoints/playground/static/js/tokens.js";
+import { Tools } from "../../entrypoints/playground/static/js/tools.js";
 import { pictures } from "./pictures.js";
 
 /** Numbers that look random and are the same in every run. */
@@ -226,5 +227,22 @@ test("an edit begins once, however long its keys are held", () => {
   const key = { ctrlKey: true, key: "Enter", preventDefault() {} };
   for (const repeat of [false, true, true]) press({ ...key, repeat });
   assert.equal(runs, 1, "another run would stop the first");
+  delete globalThis.document;
+});
+
+test("a gesture that is under way ends with its tool, and draws nothing", () => {
+  globalThis.document = { createElementNS: () => ({ setAttribute() {}, append() {} }) };
+  const heard = {};
+  const area = { addEventListener: (type, listener) => (heard[type] = listener), setPointerCapture() {} };
+  const stage = { area, toMask: ({ clientX: x, clientY: y }) => ({ x, y }), showDraft() {} };
+  const done = [];
+  const mask = { begin: () => done.push("begin"), extend() {}, cancel: () => done.push("cancel"), fill: () => done.push("fill") };
+  const tools = new Tools(stage, mask, () => {});
+  const at = (clientX) => ({ clientX, clientY: 5, pointerId: 1, pointerType: "mouse", button: 0, buttons: 1 });
+  heard.pointerdown(at(5));
+  tools.name = "rectangle";
+  heard.pointermove(at(9));
+  heard.pointerup(at(9));
+  assert.deepEqual(done, ["begin", "cancel"]);
   delete globalThis.document;
 });
