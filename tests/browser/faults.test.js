@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { after, before, test } from "node:test";
 
-import { dismissMessages, drag, edit, openPlayground } from "./actions.js";
+import { dismissMessages, drag, edit, openPlayground, selectedShare } from "./actions.js";
 import { LAN_NAME, launch, withPage } from "./browser.js";
 import { OPEN_URL } from "./server.js";
 
@@ -111,3 +111,38 @@ test("where the browser lets no page copy, the text is shown and selected", () =
     await page.keyboard.press("Escape");
     await page.waitForSelector("#copy-dialog:not([open])", { state: "attached" });
   }, [/Cross-Origin-Opener-Policy/]));
+
+/** Requests of paths that end in `path` wait until what this returns is called. */
+async function holdBack(page, path) {
+  let release;
+  const released = new Promise((resolve) => (release = resolve));
+  await page.route((url) => url.pathname.endsWith(path), async (route) => {
+    await released;
+    await route.continue();
+  });
+  return release;
+}
+
+const isOpen = (page, name) => page.waitForFunction((name) => document.querySelector("#size-note").textContent.startsWith(name), name);
+
+test("a picture that comes late opens over none that was asked for after it", () =>
+  desktop(async (page) => {
+    const release = await holdBack(page, "/person.png");
+    await page.goto(OPEN_URL);
+    await page.waitForFunction(() => document.querySelector("#model").textContent.includes(", cpu"));
+    const wide = await page.evaluate(async () => {
+      const canvas = new OffscreenCanvas(640, 320);
+      canvas.getContext("2d").fillRect(0, 0, 640, 320);
+      return [...new Uint8Array(await (await canvas.convertToBlob()).arrayBuffer())];
+    });
+    await page.setInputFiles("#upload", { name: "wide.png", mimeType: "image/png", buffer: Buffer.from(wide) });
+    await isOpen(page, "640 × 320");
+    await drag(page, [0.2, 0.2], [0.4, 0.4]);
+    const drawn = await selectedShare(page);
+    const late = page.waitForEvent("requestfinished", (request) => request.url().endsWith("/person.png"));
+    release();
+    await late;
+    await page.waitForTimeout(300); // for it to be decoded
+    assert.match(await page.textContent("#size-note"), /^640 × 320/);
+    assert.equal(await selectedShare(page), drawn);
+  }));

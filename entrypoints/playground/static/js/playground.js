@@ -1,5 +1,5 @@
 // The playground's page: wires picture, mask, form and results together, and holds what is open.
-import { ApiError } from "./api.js";
+import { ApiError, fileAt } from "./api.js";
 import { comparison } from "./comparison.js";
 import { ControlPicture } from "./control-picture.js";
 import { copyText } from "./copy.js";
@@ -49,10 +49,11 @@ let shown = null; // the history entry on the stage, null while the mask is draw
 
 // ----------------------------------------------------------------------------------------------------------- picture
 
-async function open(blob, name, url = null, example = null) {
+/** Open the picture that `read` resolves to, see picture.js. example: that it is of. */
+async function open(read, example = null) {
   const number = (opening += 1);
   try {
-    const opened = await openPicture(blob, name, url);
+    const opened = await read();
     if (number !== opening) return;
     setPicture(opened);
     mask.reset(stage.size);
@@ -62,7 +63,12 @@ async function open(blob, name, url = null, example = null) {
   }
 }
 
+function openFile(blob, name) {
+  return open(() => openPicture(blob, name));
+}
+
 function setPicture(opened) {
+  opening += 1; // of an entry of the history: what was asked for before comes too late
   running?.abort();
   finder.cancel();
   picture = opened;
@@ -73,8 +79,8 @@ function setPicture(opened) {
   tellSize();
 }
 
-async function openExample(example) {
-  await fetchFile(example.url, (blob) => open(blob, example.name, example.url, example));
+function openExample(example) {
+  return open(async () => openPicture(await fileAt(example.url), example.name, example.url), example);
 }
 
 /** Offer an example's parts to select, and prompts for them; nothing for a user's own picture. */
@@ -87,31 +93,23 @@ function offerParts(example) {
 
 async function selectPart(garment) {
   const of = picture;
-  await fetchFile(garment.maskUrl, async (blob) => {
-    const bitmap = await createImageBitmap(blob);
+  try {
+    const bitmap = await createImageBitmap(await fileAt(garment.maskUrl));
     if (picture !== of) return;
     backToMask();
     mask.select(bitmap);
     const isOurs = !byId("prompt").value || examples.some(({ garments }) => garments.some(({ prompts }) => prompts.includes(byId("prompt").value)));
     if (isOurs) byId("prompt").value = garment.prompts[0];
     showPrompts(garment.prompts);
-  });
+  } catch (error) {
+    report(error);
+  }
 }
 
 function showPrompts(prompts) {
   showChips(byId("chips"), prompts, (text) => {
     byId("prompt").value = text;
   });
-}
-
-async function fetchFile(url, use) {
-  try {
-    const response = await fetch(url);
-    if (!response.ok) throw new ApiError(`${url} cannot be had.`, response.status);
-    await use(await response.blob());
-  } catch (error) {
-    report(error);
-  }
 }
 
 /** Say at which size it is really edited. */
@@ -349,7 +347,7 @@ function fileName(entry) {
 }
 
 function useResult() {
-  if (shown) open(shown.blob, fileName(shown));
+  if (shown) openFile(shown.blob, fileName(shown));
 }
 
 /** Say what went wrong; what is nobody's fault goes to the console as well. */
@@ -391,7 +389,7 @@ function wire() {
   onClick({ "zoom-in": () => stage.zoomBy(1.5), "zoom-out": () => stage.zoomBy(1 / 1.5), "zoom-fit": () => stage.zoomOut() });
   onClick({ "back-to-mask": backToMask, "use-result": useResult, help: () => byId("help-dialog").showModal() });
   addShortcuts({ run, sizeBy });
-  acceptFiles(byId("upload"), document, ([file]) => open(file, file.name));
+  acceptFiles(byId("upload"), document, ([file]) => openFile(file, file.name));
   keepPage();
 }
 
@@ -416,7 +414,7 @@ async function start() {
   onMaskChange();
   examples = await readExamples();
   showGallery(byId("gallery"), examples, openExample);
-  await Promise.all([openExample(examples[0]), connect()]);
+  await Promise.all([opening ? null : openExample(examples[0]), connect()]);
 }
 
 /** Wait until the server tells what it serves. */
