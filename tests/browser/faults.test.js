@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { after, before, test } from "node:test";
 
-import { dismissMessages, drag, edit, openPlayground, selectedShare } from "./actions.js";
+import { chooseTool, dismissMessages, drag, edit, openPlayground, selectedShare } from "./actions.js";
 import { LAN_NAME, launch, withPage } from "./browser.js";
 import { OPEN_URL } from "./server.js";
 
@@ -145,4 +145,18 @@ test("a picture that comes late opens over none that was asked for after it", ()
     await page.waitForTimeout(300); // for it to be decoded
     assert.match(await page.textContent("#size-note"), /^640 × 320/);
     assert.equal(await selectedShare(page), drawn);
+  }));
+
+test("a gesture ends with the picture that it began on", () =>
+  desktop(async (page) => {
+    await openPlayground(page, OPEN_URL);
+    await chooseTool(page, "rectangle");
+    const box = await page.locator("#sheet").boundingBox();
+    await page.mouse.move(box.x + 50, box.y + 50);
+    await page.mouse.down();
+    await page.mouse.move(box.x + 200, box.y + 200, { steps: 4 });
+    await page.evaluate(() => document.querySelectorAll("#gallery button")[1].click());
+    await page.waitForFunction(() => document.querySelectorAll("#gallery button")[1].getAttribute("aria-pressed") === "true");
+    await page.mouse.up();
+    assert.equal(await selectedShare(page), 0);
   }));

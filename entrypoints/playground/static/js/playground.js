@@ -70,6 +70,7 @@ function openFile(blob, name) {
 function setPicture(opened) {
   opening += 1; // of an entry of the history: what was asked for before comes too late
   running?.abort();
+  tools.cancel();
   finder.cancel();
   picture = opened;
   stage.showPicture(opened.view);
