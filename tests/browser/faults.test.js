@@ -1,10 +1,11 @@
 // What goes wrong in a page, or comes when something else was expected.
 import assert from "node:assert/strict";
+import { join } from "node:path";
 import { after, before, test } from "node:test";
 
 import { chooseTool, dismissMessages, drag, edit, openPlayground, selectedShare } from "./actions.js";
 import { LAN_NAME, launch, withPage } from "./browser.js";
-import { OPEN_URL } from "./server.js";
+import { OPEN_URL, ROOT } from "./server.js";
 
 let browser;
 
@@ -112,6 +113,8 @@ test("where the browser lets no page copy, the text is shown and selected", () =
     await page.waitForSelector("#copy-dialog:not([open])", { state: "attached" });
   }, [/Cross-Origin-Opener-Policy/]));
 
+const PERSON = join(ROOT, "entrypoints/playground/static/examples/person.png");
+
 /** Requests of paths that end in `path` wait until what this returns is called. */
 async function holdBack(page, path) {
   let release;
@@ -160,3 +163,13 @@ test("a gesture ends with the picture that it began on", () =>
     await page.mouse.up();
     assert.equal(await selectedShare(page), 0);
   }));
+
+test("without the examples a picture of one's own is edited all the same", () =>
+  desktop(async (page) => {
+    await page.route("**/examples.json", (route) => route.fulfill({ status: 503, body: "busy" }));
+    await page.goto(OPEN_URL);
+    await page.locator(".toast.error", { hasText: "examples.json cannot be had." }).waitFor();
+    await page.waitForFunction(() => document.querySelector("#model").textContent.includes(", cpu"));
+    await page.setInputFiles("#upload", PERSON);
+    await page.waitForFunction(() => document.querySelector("#mask").width === 256);
+  }, [/503/]));

@@ -413,9 +413,14 @@ async function start() {
   wire();
   theWorker();
   onMaskChange();
+  await Promise.all([offerExamples(), connect()]);
+}
+
+/** Offer them, and open the first unless the user has been quicker. */
+async function offerExamples() {
   examples = await readExamples();
   showGallery(byId("gallery"), examples, openExample);
-  await Promise.all([opening ? null : openExample(examples[0]), connect()]);
+  if (!opening) await openExample(examples[0]);
 }
 
 /** Wait until the server tells what it serves. */
