@@ -3,9 +3,9 @@ import assert from "node:assert/strict";
 import { join } from "node:path";
 import { after, before, test } from "node:test";
 
-import { chooseTool, dismissMessages, drag, edit, openPlayground, selectedShare } from "./actions.js";
+import { chooseTool, dismissMessages, drag, edit, lastForm, openPlayground, selectedShare } from "./actions.js";
 import { LAN_NAME, launch, withPage } from "./browser.js";
-import { OPEN_URL, ROOT } from "./server.js";
+import { OPEN_URL, ROOT, WORKFLOWS_URL } from "./server.js";
 
 let browser;
 
@@ -172,4 +172,21 @@ test("without the examples a picture of one's own is edited all the same", () =>
     await page.waitForFunction(() => document.querySelector("#model").textContent.includes(", cpu"));
     await page.setInputFiles("#upload", PERSON);
     await page.waitForFunction(() => document.querySelector("#mask").width === 256);
+  }, [/503/]));
+
+test("an edit is made by the model that is shown, though its facts cannot be had at first", () =>
+  desktop(async (page) => {
+    await openPlayground(page, WORKFLOWS_URL);
+    await drag(page, [0.42, 0.4], [0.6, 0.55]);
+    await page.fill("#prompt", "a hat");
+    await page.route("**/v1/models", (route) => route.fulfill({ status: 503, body: "busy" }));
+    await page.selectOption("#served", "plain");
+    await page.locator(".toast.error", { hasText: "status 503" }).waitFor();
+    await page.click("#run");
+    await page.locator(".toast.error", { hasText: "status 503" }).nth(1).waitFor();
+    assert.equal(await page.evaluate(() => window.sentForms.length), 0);
+    await page.unroute("**/v1/models");
+    await page.click("#run");
+    await page.waitForSelector("#result:not([hidden])");
+    assert.equal((await lastForm(page)).fields.model, "plain");
   }, [/503/]));

@@ -173,6 +173,7 @@ async function run() {
   }
   try {
     if (!model) await connect(); // they declined to give a key, or it still loads
+    while (model?.id !== byId("served").value) await choose(); // its facts have not come yet, or could not be had
     await Promise.all([references.settled, controlPicture.settled]);
     if (!(await finder.settled)) return; // why is told
     if (running) return; // by a second click meanwhile
