@@ -159,6 +159,11 @@ function backToMask() {
   stage.hideTokens();
 }
 
+function changeMask() {
+  backToMask();
+  stage.area.focus(); // the button is gone
+}
+
 /** Ask the server for a mask, unless an edit runs. */
 function find(ask) {
   if (picture && !running) ask();
@@ -348,8 +353,9 @@ function fileName(entry) {
   return `${entry.picture.file.name.replace(/\.[^.]*$/, "")}-${entry.settings.seed}.png`;
 }
 
-function useResult() {
-  if (shown) openFile(shown.blob, fileName(shown));
+async function useResult() {
+  if (shown) await openFile(shown.blob, fileName(shown));
+  stage.area.focus(); // the button is gone
 }
 
 /** Say what went wrong; what is nobody's fault goes to the console as well. */
@@ -389,7 +395,7 @@ function wire() {
   });
   onClick({ invert: () => mask.invert(), clear: () => mask.clear(), undo: () => mask.undo(), redo: () => mask.redo() }, backToMask);
   onClick({ "zoom-in": () => stage.zoomBy(1.5), "zoom-out": () => stage.zoomBy(1 / 1.5), "zoom-fit": () => stage.zoomOut() });
-  onClick({ "back-to-mask": backToMask, "use-result": useResult, help: () => byId("help-dialog").showModal() });
+  onClick({ "back-to-mask": changeMask, "use-result": useResult, help: () => byId("help-dialog").showModal() });
   addShortcuts({ run, sizeBy });
   acceptFiles(byId("upload"), document, ([file]) => openFile(file, file.name));
   keepPage();
