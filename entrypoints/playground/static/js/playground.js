@@ -4,7 +4,7 @@ import { comparison } from "./comparison.js";
 import { ControlPicture } from "./control-picture.js";
 import { copyText } from "./copy.js";
 import { costStrip } from "./cost.js";
-import { byId, el } from "./dom.js";
+import { byId, el, tell } from "./dom.js";
 import { acceptFiles, base64Of, keepPage, save } from "./files.js";
 import { duration, percent } from "./format.js";
 import { markExample, readExamples, showChips, showGallery } from "./gallery.js";
@@ -439,9 +439,7 @@ function connect() {
 }
 
 async function meetModel() {
-  served = await waitForModels((text) => {
-    byId("model").textContent = text;
-  });
+  served = await waitForModels((text) => tell(byId("model"), text));
   offerModels(served.filter(({ parent }) => !parent).map(({ id }) => id));
   await choose();
 }
