@@ -152,7 +152,7 @@ class _Entry:
         except InvalidRequestError as error:
             raise self._refuse(error.param or "", str(error)) from error
         except ConfigError as error:
-            raise self._refuse("loras", str(error)) from error
+            raise ConfigError(f"{self._where}: {error}") from error
 
     def _check_keys(self) -> None:
         for key in self._entry:

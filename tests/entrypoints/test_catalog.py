@@ -93,7 +93,11 @@ def test_models_have_the_settings_of_their_entries_and_else_the_flags(folder: Pa
         ("path = 'hat.safetensors'", "model 2: path: '{folder}/hat.safetensors' is a file"),
         ("loras = ['hat.safetensors']", "model 2: loras: is a table"),
         ("loras = { hat = 'gone' }", "model 2: loras: there is no file '{folder}/gone' for hat"),
-        ("name = 'a'\nloras = { a = 'hat.safetensors' }", "model 2: loras: --lora a: adapters need names of their own"),
+        ("name = 'a'\nloras = { a = 'hat.safetensors' }", "model 2: --lora a: adapters need names of their own"),
+        (
+            "batch_invariant = true\nkernels = 'torch'",
+            "model 2: --batch-invariant cannot hold with --kernels torch",
+        ),
         ("loras = { a = { file = 'b' } }", "model 2: loras: a: file is not known; there are path, defaults"),
         ("loras = { a = { defaults = {} } }", "model 2: loras: a: a table has its path"),
         ("loras = { a = { path = 'gone' } }", "model 2: loras: there is no file '{folder}/gone' for a"),
