@@ -176,8 +176,11 @@ def _flattened(image: Image.Image) -> Image.Image:
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    """Numbers with commas between them."""
-    return tuple(float(each) for each in text.split(","))
+    """Numbers with commas between them. Raises argparse.ArgumentTypeError."""
+    try:
+        return tuple(float(each) for each in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"'{text}' is no list of numbers such as 120,90") from error
 
 
 def _parser() -> argparse.ArgumentParser:
