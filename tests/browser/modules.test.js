@@ -193,6 +193,16 @@ test("a number that is none of a tensor's dtype is refused, not cut to its bits"
   }
 });
 
+test("a number beyond a tensor's floats is refused, and not sent as infinite", () => {
+  const most = { float16: 65504, float32: 2 ** 128 - 2 ** 104 };
+  assert.deepEqual(JSON.parse(tensorText(`[${most.float32}, -1e-50]`, "float32")).shape, [2]);
+  for (const [dtype, number] of Object.entries(most)) {
+    for (const beyond of [1.01 * number, -1.01 * number]) {
+      assert.throws(() => tensorText(`[${beyond}]`, dtype), /is no float/, dtype);
+    }
+  }
+});
+
 /** A document of which each element is there, and does nothing. */
 function blankDocument() {
   const element = () => ({ value: "", validity: {}, addEventListener() {}, setAttribute() {}, append() {}, replaceChildren() {} });
