@@ -274,6 +274,10 @@ def test_a_file_is_read_to_its_end_however_many_bytes_its_characters_have(tmp_pa
     assert "line 2: RuntimeError: the end" in refused(tmp_path, source, ImportLimits())
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    assert "line 1: RuntimeError: the end" in refused(tmp_path, "\ufeffraise RuntimeError('the end')")
+
+
 def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WorkflowError, match=r"there is no \.py file in this folder"):
         read_workflows([tmp_path])
