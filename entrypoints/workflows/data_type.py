@@ -36,5 +36,5 @@ def _problem_of_types(form: Form) -> str:
     if not isinstance(form.dtype, str):
         return f"its dtype is {form.dtype!r:.80}; give a name, such as 'float32'"
     if not all(type(side) is int for side in form.shape):
-        return f"its sides are {str(list(form.shape)):.80}; give whole numbers"
+        return f"its sides are {list(form.shape)!r:.80}; give whole numbers"
     return ""

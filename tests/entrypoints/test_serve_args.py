@@ -168,7 +168,8 @@ def test_a_value_that_its_setting_refuses_is_one_line_with_the_flag(
         parse_options([flag, value])
     error = capsys.readouterr().err
     assert error.startswith(f"stencil: error: argument {flag}: ")
-    assert said in error and error.count("\n") == 1
+    assert said in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

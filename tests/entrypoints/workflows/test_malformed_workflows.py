@@ -99,7 +99,12 @@ def test_the_file_without_mistakes_is_sound() -> None:
         ("workflow.add_input('image', Image)", "", "", "input 'image': an input has a name of its own"),
         ("workflow.add_input('a', dict)", "workflow made", "a", "says no size; give bool, int, float, str, Image"),
         ("workflow.add_input('a', tensor('int7', 3))", "", "a", "there is no dtype int7"),
-        ("workflow.add_input('a', picture(512 / 2, 512))", "workflow made", "a", "its sides are [256.0, 512, 3]; give whole"),
+        (
+            "workflow.add_input('a', picture(9 / 2, 8))",
+            "workflow made",
+            "a",
+            "its sides are [4.5, 8, 3]; give whole numbers",
+        ),
         ("workflow.add_input('a', text('8'))", "workflow made", "a", "its sides are ['8']; give whole numbers"),
         ("workflow.add_input('a', tensor(bool, 3))", "workflow made", "a", "its dtype is <class 'bool'>; give a name"),
         ("workflow.add_output(image, name='not one')", "", "", "output 'not one': an output has a name of its own"),
