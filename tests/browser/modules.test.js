@@ -5,6 +5,7 @@ import { after, test } from "node:test";
 
 import { ApiError, edit, get } from "../../entrypoints/playground/static/js/api.js";
 import { ControlPicture } from "../../entrypoints/playground/static/js/control-picture.js";
+import { keepPage } from "../../entrypoints/playground/static/js/files.js";
 import { Mask } from "../../entrypoints/playground/static/js/mask.js";
 import { waitForModels } from "../../entrypoints/playground/static/js/model.js";
 import { addShortcuts } from "../../entrypoints/playground/static/js/shortcuts.js";
@@ -238,6 +239,23 @@ test("an edit begins once, however long its keys are held", () => {
   for (const repeat of [false, true, true]) press({ ...key, repeat });
   assert.equal(runs, 1, "another run would stop the first");
   delete globalThis.document;
+});
+
+test("the page is kept for what is dropped on it, and text may be dragged into a field", () => {
+  const heard = {};
+  globalThis.window = { addEventListener: (type, listener) => (heard[type] = listener) };
+  keepPage();
+  const isPrevented = (type, isField, ...types) => {
+    let prevented = false;
+    heard[type]({ target: { matches: () => isField }, dataTransfer: { types }, preventDefault: () => (prevented = true) });
+    return prevented;
+  };
+  for (const type of ["dragover", "drop"]) {
+    assert.ok(isPrevented(type, true, "Files"));
+    assert.ok(isPrevented(type, false, "text/plain", "text/uri-list"));
+    assert.ok(!isPrevented(type, true, "text/plain"), type);
+  }
+  delete globalThis.window;
 });
 
 test("a gesture that is under way ends with its tool, and draws nothing", () => {
