@@ -1,6 +1,6 @@
 """Runs one edit from the command line: `python -m entrypoints.edit in.png --mask m.png --prompt "a cap" -o out.png`
 
-Or a workflow: `python -m entrypoints.edit --workflow safety.py --input image=@in.png --input most_red=80 -o out.png`
+Or a workflow: `python -m entrypoints.edit --workflow safety.py --input image=@in.png -o out.png`
 """
 
 from __future__ import annotations
