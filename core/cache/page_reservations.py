@@ -358,7 +358,8 @@ class PageReservations:
             # The lender of the pictures may not be waiting any more: its pages may have been loaded meanwhile.
             if reservation.template.key == job.template.key:
                 reservation.is_read = False
-        for reservation in [*self.waiters(job), *left]:
+        # One may have been released and made again meanwhile.
+        for reservation in {each.owner_id: each for each in (*self.waiters(job), *left)}.values():
             reservation.prime_seconds += seconds
 
     def _finish_job(self, job: PrimingJob) -> None:

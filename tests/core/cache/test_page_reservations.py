@@ -145,6 +145,21 @@ def test_no_job_is_left_for_pages_that_nobody_waits_for() -> None:
     pages.check_integrity()
 
 
+def test_the_time_of_a_pass_counts_once_for_a_reservation_made_again_meanwhile() -> None:
+    manager = ActivationCacheManager(
+        [TierBudget("host", TEMPLATE_BYTES)], has_disk=False, page_arena_id=0, keep_all=True
+    )
+    pages = PageReservations(manager, lambda template, tier, nbytes: True)
+    (mine,) = reservations(mine=GRID)
+    assert pages.reserve(mine)
+    (job,) = pages.jobs()
+    pages.start_latents(job)
+    pages.release(mine)
+    assert pages.reserve(mine)
+    pages.finish_latents(job, 1.5)
+    assert mine.prime_seconds == 1.5
+
+
 # --------------------------------------------------------------------------------------------------------- scheduling
 
 
