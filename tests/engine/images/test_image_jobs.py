@@ -10,7 +10,7 @@ import pytest
 from core.costs.image_costs import ImageWork
 from core.handles import ArrayRef
 from core.messages.image_processor import ComposeImage, PrepareImages, ToImageProcessor
-from engine.images.image_jobs import Caller, ImageJob, JobQueue
+from engine.images.image_jobs import Caller, ImageJob, JobQueue, upload_work
 from engine.images.image_pool import ANYBODY
 
 _REF = ArrayRef(0, 0, (1,), "uint8")
@@ -60,6 +60,14 @@ def drain(queue: JobQueue) -> list[int]:
         queue.remove(job)
         ids.append(job.message.job_id)
     return ids
+
+
+def test_the_work_of_an_upload_is_that_of_all_its_files() -> None:
+    """As its edit predicted it, which learns from how long it takes."""
+    file = ArrayRef(0, 0, (1_000_000,), "uint8")
+    upload = msgspec.structs.replace(UPLOAD, image=file, mask=file, references=(file, file), controls=(file,))
+    assert upload_work(upload) == ImageWork("prepare", 5.0)
+    assert upload_work(msgspec.structs.replace(UPLOAD, image=None, canvas_size=(1000, 500))).features == (1.0, 0.0, 0.5)
 
 
 async def test_results_then_uploads_first_come_first_served() -> None:
