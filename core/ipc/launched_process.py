@@ -58,7 +58,7 @@ class LaunchedProcess(ChildProcess):
         while (code := self.returncode) is None:
             connection = self._connection.fileno()
             # The connection of a launcher that is gone stays readable for ever.
-            await readable(*(() if self._is_launcher_gone else (connection,)), *self._pidfds)
+            await readable(*self._pidfds if self._is_launcher_gone else [connection, *self._pidfds])
             if self._has_ended() and self.returncode is None:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(ANSWER_SECONDS):  # `wait_for` would let others close it first
