@@ -1,8 +1,9 @@
 """LoRA adapters: reads a file into low-rank additions to a model's layers.
 
 Files are read by the loaders of diffusers' pipelines, which know the formats of many trainers. The scale of each layer,
-which the loaders leave open, follows `diffusers/utils/peft_utils.py`. Adapters are not merged into the weights, because
-all adapters, and requests without one, share these. `group_patches.py` and `module_patches.py` fit them to modules.
+which the loaders leave open, follows `diffusers/utils/peft_utils.py`, but that every layer has its own alpha. Adapters
+are not merged into the weights, because all adapters, and requests without one, share these. `group_patches.py` and
+`module_patches.py` fit them to modules.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from diffusers.utils import (
     convert_state_dict_to_peft,
     convert_unet_state_dict_to_peft,
 )
+from diffusers.utils.state_dict_utils import StateDictType
 from safetensors import safe_open
 from torch import Tensor
 
@@ -159,8 +161,9 @@ def _read_layers(file: AdapterFile, lora_format: LoraFormat) -> dict[str, Layers
         return_lora_metadata=True,
         **options,
     )
+    denoiser = lora_format.denoiser
     return {
-        part: _make_layers(_as_peft(own, part == lora_format.denoiser), _scales(part, *alphas, metadata=metadata))
+        part: _make_layers(_as_peft(own, part == denoiser), _scales(part, part == denoiser, *alphas, metadata=metadata))
         for part, own in _by_part(state, lora_format).items()
     }
 
@@ -205,13 +208,26 @@ def _make_layers(state: Mapping[str, Tensor], scales: _Scales) -> dict[str, LowR
     return {name: scales.scaled(name, pair["lora_A"], pair["lora_B"]) for name, pair in halves.items()}
 
 
-def _scales(part: str, alphas: Mapping[str, Any] | None = None, *, metadata: Mapping[str, Any] | None) -> _Scales:
+def _scales(
+    part: str, is_denoiser: bool, alphas: Mapping[str, Any] | None = None, *, metadata: Mapping[str, Any] | None
+) -> _Scales:
     """The scales of one part's layers."""
     known, config = (
         {name.removeprefix(f"{part}."): value for name, value in (its or {}).items() if name.startswith(f"{part}.")}
         for its in (alphas, metadata)
     )
-    return _Scales.of(config, {name.removesuffix(".alpha"): _number(name, value) for name, value in known.items()})
+    numbers = {name.removesuffix(".alpha"): _number(name, value) for name, value in known.items()}
+    return _Scales.of(config, _by_layer(numbers, is_denoiser))
+
+
+def _by_layer(alphas: dict[str, float], is_denoiser: bool) -> dict[str, float]:
+    """Alphas by their layers. diffusers' converter of kohya's files names some by the layer's first tensor, in an older
+    convention; diffusers then finds no layer for them, and gives it the most frequent one."""
+    if is_denoiser:
+        renamed = convert_unet_state_dict_to_peft(alphas)
+    else:
+        renamed = convert_state_dict_to_peft(alphas, StateDictType.DIFFUSERS_OLD)
+    return {name.removesuffix(".lora_A.weight"): alpha for name, alpha in renamed.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import os
 import resource
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -178,3 +179,29 @@ def test_pefts_default_alpha_is_that_of_a_configuration_without(tiny_checkpoint:
     told = read(path)
     (path / "adapter_config.json").write_text(json.dumps({"r": 4}))
     assert torch.equal(read(path)["x_embedder"], told["x_embedder"])
+
+
+MIDDLE, TEXT = "mid_block.attentions.0.transformer_blocks.0", "text_model.encoder.layers.0"
+OF_KOHYA = {
+    "unet": (f"{MIDDLE}.attn1.to_q", f"{MIDDLE}.attn2.to_out.0", f"{MIDDLE}.ff.net.2", "mid_block.resnets.0.conv1"),
+    "te": (f"{TEXT}.self_attn.k_proj", f"{TEXT}.self_attn.out_proj", f"{TEXT}.mlp.fc1"),
+}
+"""kohya's name of a part -> some of its layers."""
+
+
+def test_each_layer_of_kohyas_has_its_own_alpha(tmp_path: Path) -> None:
+    """Those of attention, too, whose alphas diffusers' loader names by their tensors."""
+    tensors, number = dict[str, torch.Tensor](), 0
+    for part, layers in OF_KOHYA.items():
+        for layer in layers:
+            number, name = number + 1, f"lora_{part}_{layer.replace('.', '_')}"
+            down, up = torch.ones(2, 8), torch.full((8, 2), 2.0)
+            tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up}
+            tensors[f"{name}.alpha"] = torch.tensor(float(number))
+    save_file(tensors, tmp_path / "kohya.safetensors")
+    config, loader = SimpleNamespace(layers_per_block=2), "StableDiffusionLoraLoaderMixin"
+    of_unets = LoraFormat(loader, denoiser="unet", text_parts=("text_encoder",), unet=config)
+    adapter = read_adapter(AdapterConfig("hat", str(tmp_path / "kohya.safetensors")), of_unets)
+    found = {layer: low.up.unique().tolist() for part in adapter.parts.values() for layer, low in part.items()}
+    layers = [layer for part in OF_KOHYA.values() for layer in part]
+    assert found == {layer: [number] for number, layer in enumerate(layers, 1)}
