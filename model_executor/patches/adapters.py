@@ -44,6 +44,10 @@ the sum of their ranks."""
 DEFAULT_ALPHA = 8
 """peft's, of a configuration that has none."""
 
+CHANGES_MODEL = ("pissa", "corda", "olora", "loftq")
+"""How values of peft's `init_lora_weights` begin that have it take what training started from out of the model's own
+weights, also when it loads an adapter."""
+
 CONVERT_ERRORS = (*LOAD_ERRORS, AssertionError, AttributeError, IndexError, TypeError, RecursionError)
 """What diffusers' converters raise for files that they mistake for another format."""
 
@@ -282,7 +286,8 @@ class _Scales:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], alphas: Mapping[str, float]) -> _Scales:
-        """Raises ValueError for patterns that are not supported."""
+        """Raises ValueError for configurations that are not supported."""
+        _check_config(config)
         patterns = _AlphaPatterns.parse(config.get("alpha_pattern") or {})
         usual = Counter(alphas.values()).most_common(1)[0][0] if alphas else None
         return cls(config, patterns, alphas, usual)
@@ -301,8 +306,6 @@ class _Scales:
 
     def _scale(self, name: str, rank: int) -> float:
         """alpha / rank, or alpha / sqrt(rank) with rank stabilisation."""
-        if self.config.get("use_dora"):
-            raise ValueError(UNSUPPORTED["dora_scale"])
         if self.config:
             pattern = self.patterns.find(name)
             alpha = _number("lora_alpha", self.config.get("lora_alpha", DEFAULT_ALPHA) if pattern is None else pattern)
@@ -310,6 +313,19 @@ class _Scales:
         if self.usual_alpha is not None:
             return self.alphas.get(name, self.usual_alpha) / rank
         return 1.0
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    """Raises ValueError for an adapter that is more than additions to the model's own weights. config: peft's
+    LoraConfig, or empty."""
+    if config.get("use_dora"):
+        raise ValueError(UNSUPPORTED["dora_scale"])
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(CHANGES_MODEL):
+        raise ValueError(
+            f"its init_lora_weights is {start[:40]}, so it is for a model whose weights peft changes; save it with "
+            "path_initial_model_for_weight_conversion"
+        )
 
 
 def _number(name: str, value: Any) -> float:

@@ -181,6 +181,34 @@ def test_pefts_default_alpha_is_that_of_a_configuration_without(tiny_checkpoint:
     assert torch.equal(read(path)["x_embedder"], told["x_embedder"])
 
 
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_16", "corda", "OLoRA", "loftq"])
+@pytest.mark.parametrize("has_folder", [True, False], ids=["peft", "diffusers"])
+def test_what_belongs_to_a_changed_model_is_refused(
+    tiny_checkpoint: Path, tmp_path: Path, start: str, has_folder: bool
+) -> None:
+    """Loading it, peft first takes out of the model's own weights what training started from."""
+    if has_folder:
+        path = make_peft_lora(tmp_path / "hat", tiny_checkpoint, "x_embedder")
+        (path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 4, "init_lora_weights": start}))
+    else:
+        config = {"transformer.r": 4, "transformer.lora_alpha": 4, "transformer.init_lora_weights": start}
+        metadata = {"lora_adapter_metadata": json.dumps(config)}
+        path = make_lora(tmp_path / "hat.safetensors", tiny_checkpoint, "x_embedder", metadata=metadata)
+    with pytest.raises(ConfigError, match=f"init_lora_weights is {start}"):
+        read(path)
+
+
+@pytest.mark.parametrize("start", [True, False, "gaussian", "eva", "orthogonal"])
+def test_where_training_started_from_does_not_count_otherwise(
+    tiny_checkpoint: Path, tmp_path: Path, start: object
+) -> None:
+    path = make_peft_lora(tmp_path / "hat", tiny_checkpoint, "x_embedder")
+    (path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 4}))
+    plain = read(path)
+    (path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 4, "init_lora_weights": start}))
+    assert torch.equal(read(path)["x_embedder"], plain["x_embedder"])
+
+
 MIDDLE, TEXT = "mid_block.attentions.0.transformer_blocks.0", "text_model.encoder.layers.0"
 OF_KOHYA = {
     "unet": (f"{MIDDLE}.attn1.to_q", f"{MIDDLE}.attn2.to_out.0", f"{MIDDLE}.ff.net.2", "mid_block.resnets.0.conv1"),
