@@ -174,3 +174,10 @@ class MessageError(EngineError):
 
 class EngineDeadError(EngineError):
     """The process that held the request is gone."""
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The first plain exception in a group of groups, for a one-line message; one that is no group itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

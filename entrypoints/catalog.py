@@ -152,7 +152,7 @@ class _Entry:
         except InvalidRequestError as error:
             raise self._refuse(error.param or "", str(error)) from error
         except ConfigError as error:
-            raise self._refuse("loras", str(error)) from error
+            raise ConfigError(f"{self._where}: {error}") from error
 
     def _check_keys(self) -> None:
         for key in self._entry:
@@ -195,8 +195,11 @@ class _Entry:
         found = []
         for each in value if isinstance(value, list) else [value]:
             path = named_segmenter(self._text("segmenter", each))
-            folder = self._file.parent / expanded(path)
-            found.append(str(folder) if folder.exists() else path)
+            try:
+                folder = self._file.parent / expanded(path)
+                found.append(str(folder) if folder.exists() else path)
+            except (ConfigError, OSError) as error:
+                raise self._refuse("segmenter", getattr(error, "strerror", None) or str(error)) from error
         return tuple(found)
 
     def _adapter(self, name: str, value: object) -> AdapterConfig:

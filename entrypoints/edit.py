@@ -1,6 +1,6 @@
 """Runs one edit from the command line: `python -m entrypoints.edit in.png --mask m.png --prompt "a cap" -o out.png`
 
-Or a workflow: `python -m entrypoints.edit --workflow safety.py --input image=@in.png --input most_red=80 -o out.png`
+Or a workflow: `python -m entrypoints.edit --workflow safety.py --input image=@in.png -o out.png`
 """
 
 from __future__ import annotations
@@ -176,8 +176,11 @@ def _flattened(image: Image.Image) -> Image.Image:
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    """Numbers with commas between them."""
-    return tuple(float(each) for each in text.split(","))
+    """Numbers with commas between them. Raises argparse.ArgumentTypeError."""
+    try:
+        return tuple(float(each) for each in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"'{text}' is no list of numbers such as 120,90") from error
 
 
 def _parser() -> argparse.ArgumentParser:

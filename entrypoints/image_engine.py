@@ -216,7 +216,7 @@ class ImageEngine:
             image=ImageConfig(image_workers=image_workers),
             max_queue=MAX_IN_FLIGHT * data_parallel_size * 10,
             approximate_cache_bytes=approximate_cache_bytes,
-            skip_levels=None if skip_levels is None else tuple(skip_levels),
+            skip_levels=None if skip_levels is None else tuple(_all_of("skip_levels", skip_levels, SkipLevel)),
         )
         self._loop = uvloop.new_event_loop()
         # A daemon thread: a program that forgets `close` still exits, and the engine's processes end with it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -17,7 +18,7 @@ _NAME = re.compile(r"[\w.:/-]+")
 def named_model(text: str) -> tuple[str, str]:
     """(name, path) of a --model value, which is a path, or NAME=PATH; without a name it is ""."""
     name, equals, path = text.partition("=")
-    if not equals or not path or not _NAME.fullmatch(name) or Path(text).is_dir():
+    if not equals or not path or not _NAME.fullmatch(name) or os.path.isdir(text):  # also too long a text is none
         return "", real_model(text)
     return name, real_model(path)
 

@@ -20,7 +20,7 @@ from core.config import (
     SchedulerConfig,
     StencilConfig,
 )
-from core.errors import ConfigError
+from core.errors import ConfigError, InvalidRequestError
 from core.ipc.logs import one_line
 from core.scheduling.policies import make_policy
 from entrypoints.api_keys import KeySource, read_key_file
@@ -32,16 +32,23 @@ from entrypoints.serve_options import ServeOptions
 def parse_options(argv: Sequence[str] | None) -> ServeOptions:
     """Parse `argv`, by default the process's arguments. Exits with status 2 for a bad flag, 0 after --help."""
     parser = _parser()
-    args = parser.parse_args(argv)
     try:
+        args = parser.parse_args(argv)
         config = _config(args)
         key_source = KeySource(tuple(args.api_keys), tuple(args.api_key_files), os.environ)
         api_keys = key_source.read()
         admin_keys = tuple(read_key_file(Path(args.admin_key_file))) if args.admin_key_file else ()
     except ConfigError as error:
         parser.error(str(error))
+    except InvalidRequestError as error:  # of a text that only its setting checks
+        parser.error(f"argument {_flag_of(error.param)}: {error}")
     keys: dict[str, Any] = {"api_keys": api_keys, "key_source": key_source, "admin_keys": admin_keys}
     return ServeOptions(config=config, **keys, **_values(ServeOptions, args))
+
+
+def _flag_of(setting: str | None) -> str:
+    """The flag that sets a field of the configuration."""
+    return next((flag.name for flags in FLAGS.values() for flag in flags if flag.sets == setting), f"--{setting}")
 
 
 def _config(args: argparse.Namespace) -> StencilConfig:

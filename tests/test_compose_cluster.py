@@ -83,6 +83,8 @@ def test_machines_have_the_same_image_cache_and_token() -> None:
     shared = {name: value for name, value in other["environment"].items() if name.startswith("RAY_")}
     assert shared.items() <= first["environment"].items()
     assert shared["RAY_AUTH_MODE"] == "token"
+    assert other["cap_drop"] == ["ALL"]
+    assert shared["RAY_worker_niceness"] == "0", "without capabilities no engine can raise itself"
 
 
 def test_the_server_is_given_time_to_drain() -> None:

@@ -49,6 +49,9 @@ OPENAI_FIELDS = frozenset(
 )
 """Fields that mean what OpenAI's reference says."""
 
+OTHERS_FLAGS = {"--cpus", "--cpuset-cpus", "--health-cmd", "--help", "--init", "--shm-size", "--stop-timeout"}
+"""Of `docker run`, and of every parser."""
+
 _PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(TREES)})/[\w./-]*\w/?")
 _MODULE = re.compile(r"python3?\s+(?:-\w\s+)*-m\s+([\w.]+)")
 _TARGET = re.compile(r"(?:`|^    |[|;&] )make ([a-z][a-z-]*(?: [a-z][a-z-]*)*)", re.MULTILINE)
@@ -114,6 +117,19 @@ def test_paths_exist(page: Path) -> None:
 def test_commands_name_modules(page: Path) -> None:
     modules = [name for name in _MODULE.findall(text_of(page)) if name.startswith(tuple(f"{tree}." for tree in TREES))]
     assert not [name for name in modules if not is_module(name)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_named_flags_exist(page: Path, sources: str) -> None:
+    named = set(re.findall(r"`(--[a-z][a-z-]+)", page.read_text())) - OTHERS_FLAGS
+    assert not [flag for flag in named if f'"{flag}"' not in sources]
+
+
+@pytest.fixture(scope="module")
+def sources() -> str:
+    """The text of all modules in which flags may be."""
+    trees = (*PACKAGES, "benchmarks", "tools")
+    return "".join(path.read_text() for tree in trees for path in (ROOT / tree).rglob("*.py"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

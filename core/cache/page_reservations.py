@@ -22,7 +22,7 @@ from core.handles import ArrayRef, EntryRef, Tier
 from core.messages.engine import DropTemplate
 from core.messages.worker import PageCopied, PageSpan
 from core.model_info import ModelInfo
-from core.page_scheme import page_key
+from core.page_scheme import page_key, template_of
 
 TemplateLoadWins = Callable[[TemplateInfo, Tier, int], bool]
 """(template, tier, bytes) -> whether copying an entry up from that tier is predicted to be faster than priming it."""
@@ -178,6 +178,7 @@ class PageReservations:
         self.cache.finish_copy(done)
         for reservation in list(self._reservations.values()):
             self.refresh(reservation)
+        self._drop_unwanted(template_of(done.key))
 
     def lose_rank(self, rank: int) -> list[Reservation]:
         """Note that a rank has died: what it has computed of passes under way is computed again. Returns the
@@ -357,7 +358,8 @@ class PageReservations:
             # The lender of the pictures may not be waiting any more: its pages may have been loaded meanwhile.
             if reservation.template.key == job.template.key:
                 reservation.is_read = False
-        for reservation in [*self.waiters(job), *left]:
+        # One may have been released and made again meanwhile.
+        for reservation in {each.owner_id: each for each in (*self.waiters(job), *left)}.values():
             reservation.prime_seconds += seconds
 
     def _finish_job(self, job: PrimingJob) -> None:

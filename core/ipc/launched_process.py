@@ -29,14 +29,15 @@ class LaunchedProcess(ChildProcess):
         self._connection = connection
         self._lifeline = lifeline
         self._pidfds: list[int] = []  # of the child, once it is forked
+        self._is_launcher_gone = False
         self._code: int | None = None
         self._is_reported = True  # whether the launcher has said how it ended
         connection.setblocking(False)
 
     @property
     def returncode(self) -> int | None:
-        """Exit code; minus the signal's number if a signal ended it; None while it runs. -SIGKILL also if the launcher
-        did not report its end, see `describe_exit`."""
+        """Exit code; minus the signal's number if a signal ended it; None while it runs: after the launcher's death for
+        a moment, too. -SIGKILL also if the launcher did not report its end, see `describe_exit`."""
         while self._code is None:
             try:
                 message, fds, _, _ = socket.recv_fds(self._connection, MESSAGE_BYTES, 1)
@@ -45,6 +46,9 @@ class LaunchedProcess(ChildProcess):
             except ConnectionError:
                 message, fds = b"", []
             self._pidfds += fds
+            self._is_launcher_gone = not message
+            if not message and self._pidfds and not self._has_ended():
+                return None  # it may still write to what it maps
             self._take(message)
         return self._code
 
@@ -53,7 +57,8 @@ class LaunchedProcess(ChildProcess):
         learn the exit code."""
         while (code := self.returncode) is None:
             connection = self._connection.fileno()
-            await readable(connection, *self._pidfds)
+            # The connection of a launcher that is gone stays readable for ever.
+            await readable(*self._pidfds if self._is_launcher_gone else [connection, *self._pidfds])
             if self._has_ended() and self.returncode is None:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(ANSWER_SECONDS):  # `wait_for` would let others close it first

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 MESSAGE_BYTES = 1 << 16
 """Longest message."""
 
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_CREDENTIALS = struct.Struct("=iII")  # pid, uid, gid
 
 
 def listen() -> socket.socket:

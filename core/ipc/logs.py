@@ -8,6 +8,7 @@ characters, and only a line of the log itself begins without an indentation.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
@@ -120,7 +121,10 @@ class JsonFormatter(logging.Formatter):
         line |= _facts_of(record)
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode()
+        try:
+            return msgspec.json.encode(line).decode()
+        except UnicodeEncodeError:  # a file's name need not be Unicode
+            return json.dumps(line)
 
 
 def _request_of(record: logging.LogRecord) -> str:

@@ -41,6 +41,9 @@ _TERM_SECONDS = 3.0  # from SIGTERM to SIGKILL
 _KILL_SECONDS = 5.0  # how long the kernel may take to end a killed process that frees much memory
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
+_NAMES = {int(each): f" ({each.name})" for each in signal.Signals}
+"""Signals of which `describe_exit` says the name; most real-time ones have none."""
+
 _when_parent_gone = contextlib.ExitStack()
 
 
@@ -92,7 +95,7 @@ class ChildProcess(ABC):
         if code is None:
             return "running"
         if code < 0:
-            return f"killed by signal {-code} ({signal.Signals(-code).name})"
+            return f"killed by signal {-code}{_NAMES.get(-code, '')}"
         return f"exit code {code}" + (" (its parent is gone)" if code == EX_PARENT_GONE else "")
 
 

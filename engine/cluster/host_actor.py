@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
-import signal
 from contextlib import suppress
 
 import msgspec
 import ray
 
+from core.ipc.process import die_with_parent
 from engine.cluster.engine_bundle import at_machine
 from engine.cluster.engine_host import EngineHost
 from engine.cluster.host_config import HostAddress, HostConfig
 from engine.cluster.ray_cluster import nodes_of_cluster
 from engine.cluster.release import check_same
-
-PR_SET_PDEATHSIG = 1
 
 
 def take_own_priority() -> None:
@@ -34,7 +31,7 @@ class HostActor:
     """Runs an EngineHost in a worker process of Ray."""
 
     def __init__(self) -> None:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # with the raylet, which Ray may notice late
+        die_with_parent()  # the raylet, whose end Ray may notice late
         take_own_priority()
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, which engines would inherit
         self._running: asyncio.Task[str] | None = None

@@ -12,7 +12,6 @@ import logging
 from functools import partial
 
 import zmq.asyncio
-from ray.exceptions import RayError
 
 from core.config import EngineConfig
 from core.errors import EngineError
@@ -20,6 +19,7 @@ from core.ipc.shared_array import Arena
 from core.routing.placement import Machine
 from engine.cluster.engine_bundle import bundle_of
 from engine.cluster.ray_cluster import (
+    ERRORS,
     draining_nodes,
     forget,
     in_thread,
@@ -63,7 +63,7 @@ class RayBackend:
         await self._join()
         try:
             return await asyncio.wrap_future(in_thread(self._machines))
-        except (RayError, RuntimeError) as error:
+        except ERRORS as error:
             raise EngineError(f"{type(error).__name__}: {error}") from error
 
     def _machines(self) -> dict[str, Machine]:

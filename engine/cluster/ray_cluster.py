@@ -26,6 +26,9 @@ from ray.exceptions import RayError
 
 Result = TypeVar("Result")
 
+ERRORS = RayError, OSError, ValueError, RuntimeError
+"""What Ray raises where it cannot say anything of its cluster."""
+
 NAMESPACE, LOOPBACK = "stencil", "127.0.0.1"
 
 REACH_SECONDS = 5.0
@@ -49,7 +52,7 @@ def join(address: str) -> None:
     try:
         _within(JOIN_SECONDS, lambda: _connect(address))
         addresses = [str(node["NodeManagerAddress"]) for node in nodes_of_cluster()]
-    except (RayError, OSError, ValueError, RuntimeError) as error:
+    except ERRORS as error:
         if address == "auto" and isinstance(error, ConnectionError):
             raise ConfigError(f"this machine is in no Ray cluster: {_START}") from error
         raise ConfigError(f"the Ray cluster at {address} cannot be joined ({error}): {_ALIKE}") from error

@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.config import EngineConfig
-from core.errors import EngineDeadError, StencilError
+from core.errors import EngineDeadError, StencilError, first_error
 from core.ipc.logs import of_request
 from engine.cluster.engine_bundle import bundle_of
 from engine.cluster.host_actor import HostActor
@@ -145,8 +145,7 @@ def retrieve(future: asyncio.Future[Any]) -> None:
 
 def _reason(error: RayError) -> str:
     """Why something of Ray has failed, in a line."""
-    if isinstance(error, RayTaskError) and isinstance(error.cause, StencilError):
-        return str(error.cause)
-    if isinstance(error, RayTaskError):
-        return f"{type(error.cause).__name__}: {error.cause}"
-    return type(error).__name__
+    if not isinstance(error, RayTaskError):
+        return type(error).__name__
+    cause = first_error(error.cause)
+    return str(cause) if isinstance(cause, StencilError) else f"{type(cause).__name__}: {cause}"

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from core.config import EngineConfig
-from core.errors import MessageError, StencilError
+from core.errors import MessageError, StencilError, first_error
 from core.ipc.heap import keep_freed_blocks
 from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
@@ -145,7 +145,8 @@ class RemoteEngine:
             for task in (serving, killed):
                 task.cancel()
             await asyncio.wait([serving, killed])
-            if not serving.cancelled() and (error := serving.exception()) is not None:
+            if not serving.cancelled() and (failed := serving.exception()) is not None:
+                error = first_error(failed)
                 self._end(str(error) or type(error).__name__)
                 if not isinstance(error, StencilError):
                     logger.error("an engine of another machine has failed", exc_info=error, extra=of_request(""))

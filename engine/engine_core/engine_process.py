@@ -24,7 +24,7 @@ import zmq
 import zmq.asyncio
 
 from core.config import EngineConfig
-from core.errors import MessageError, StencilError
+from core.errors import MessageError, StencilError, first_error
 from core.failure import Failure
 from core.graph.catalog import with_registered
 from core.handles import PAGE_ARENA, VALUE_ARENA
@@ -104,7 +104,7 @@ async def _run_workers(settings: EngineProcessConfig, arena_fd: int, link: Link,
     except BaseExceptionGroup as group:
         # The actor's edge: any error becomes a message, and through it a failure of every waiting request.
         logger.error("engine failed\n%s", traceback.format_exc())
-        link.emit(EngineFailed(failure=Failure.of(_first(group))))
+        link.emit(EngineFailed(failure=Failure.of(first_error(group))))
 
 
 def _page_arena(config: EngineConfig) -> Arena:
@@ -150,14 +150,6 @@ def _tell_of_missing_profile(config: EngineConfig, samples: Iterable[CostSample]
 async def _feed_results(executor: Executor, core: EngineCore) -> None:
     async for message in executor.results():
         core.mailbox.put_nowait(message)
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first plain exception in a group, for a one-line message."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _check_sent(sent: asyncio.Future[Any]) -> None:

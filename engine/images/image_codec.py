@@ -29,6 +29,10 @@ from engine.images.png_chunks import bit_depth, low_bytes
 
 Bytes = npt.NDArray[np.uint8]
 
+PngImagePlugin.MAX_TEXT_CHUNK = 16 * 1024**2
+"""Bytes of a profile or a text in a PNG file, decompressed; a file with more counts as damaged. Pillow's own limit is 1
+MiB, which the profiles of some printers exceed."""
+
 FORMATS = ("PNG", "WEBP", "JPEG")
 MAX_SIDE: dict[OutputFormat, int] = {"png": 2**31 - 1, "webp": 16383, "jpeg": 65500}
 

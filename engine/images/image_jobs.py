@@ -132,6 +132,7 @@ def upload_work(message: PrepareImages | ReadPicture) -> ImageWork:
     """The size of the work of a job that decodes uploads."""
     if isinstance(message, ReadPicture):
         return ImageWork("prepare", message.file.size / 1e6)
-    nbytes = sum(ref.size for ref in (message.image, message.mask) if ref is not None)
+    files = message.image, message.mask, *message.references, *message.controls
+    nbytes = sum(ref.size for ref in files if ref is not None)
     width, height = message.canvas_size or (0, 0)
     return ImageWork("prepare", nbytes / 1e6, width * height / 1e6)

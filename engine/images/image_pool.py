@@ -294,9 +294,10 @@ class ImagePool:
                 logger.warning("cannot start another image processor: %s", error, extra=of_request(""))
 
     def _take_answer(self, processor: ProcessorHandle, answer: FromImageProcessor) -> None:
-        job = processor.drop_job()
+        job = processor.job
         if job is None or job.message.job_id != answer.job_id:
             raise RuntimeError(f"{processor.child.name} answered a job it does not have: {answer}")
+        processor.drop_job()
         took = time.monotonic() - processor.began
         self._queue.remove(job, took)
         match answer:

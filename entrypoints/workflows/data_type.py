@@ -19,6 +19,8 @@ def form_of(data_type: object, node: str, name: str) -> Form:
     WorkflowError at this node and input.
     """
     if isinstance(data_type, Form):
+        if problem := _problem_of_types(data_type):
+            raise WorkflowError(f"{node}, {name}: {problem}", node=node, input=name)
         return data_type
     found = _FORMS.get(data_type) if isinstance(data_type, type) else None
     if found is None:
@@ -27,3 +29,12 @@ def form_of(data_type: object, node: str, name: str) -> Form:
         )
         raise WorkflowError(f"{node}, {name}: {problem}", node=node, input=name)
     return found
+
+
+def _problem_of_types(form: Form) -> str:
+    """Why a form cannot be told to the server, which checks what it says; "": it can."""
+    if not isinstance(form.dtype, str):
+        return f"its dtype is {form.dtype!r:.80}; give a name, such as 'float32'"
+    if not all(type(side) is int for side in form.shape):
+        return f"its sides are {list(form.shape)!r:.80}; give whole numbers"
+    return ""

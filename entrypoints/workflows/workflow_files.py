@@ -117,8 +117,8 @@ def _import(stem: str, file: str, source: str, limits: ImportLimits, stop: _Stop
 
 def _text_of(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return file.read(MAX_SOURCE + 1).decode()
+        with path.open(encoding="utf-8-sig", newline="") as file:  # Python takes a byte order mark, too
+            return file.read(MAX_SOURCE + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise WorkflowError(f"{path}: cannot be read: {error}", node="") from error
 

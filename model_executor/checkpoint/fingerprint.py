@@ -12,7 +12,7 @@ from model_executor.checkpoint.hub import INDEX
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.checkpoint.weights import usual_variant, variant_of
 
-_PATTERNS = ("*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors")
+_PATTERNS = ("*/*.json", "*/*.txt", "*/*.model", "*/*.jinja", "*/*.safetensors")
 """All files that parts are loaded from."""
 
 _CONDITIONING = {"force_zeros_for_empty_prompt": True}

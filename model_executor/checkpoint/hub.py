@@ -31,7 +31,7 @@ SMALL_FILES_OF_ONE_PART = [
 ]
 """All files of a checkpoint of one part but weights."""
 
-KNOWN_VARIANTS = ("fp16", "bf16")
+KNOWN_VARIANTS = ("fp16", "bf16", "non_ema")
 """Not downloaded unless asked for, since each is another full set of weights."""
 
 

@@ -103,8 +103,9 @@ class PageFiles:
                     os.utime(fd, ns=_now())
         except FileNotFoundError:
             return False
-        except (OSError, DamagedFileError):
-            _remove(path)
+        except (OSError, DamagedFileError) as error:
+            if not _is_out_of_means(error):
+                _remove(path)
             return False
         return True
 
@@ -381,9 +382,14 @@ def _is_abandoned(path: Path) -> bool:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:
-        return True  # not a file that a writer makes
+    except OSError as error:
+        return not _is_out_of_means(error)  # else it is not a file that a writer makes
     return True
+
+
+def _is_out_of_means(error: Exception) -> bool:
+    """Whether this process, or the machine, may open no more files at the moment: that says nothing of a file."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def _remove(path: Path) -> bool:

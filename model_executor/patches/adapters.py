@@ -1,8 +1,9 @@
 """LoRA adapters: reads a file into low-rank additions to a model's layers.
 
 Files are read by the loaders of diffusers' pipelines, which know the formats of many trainers. The scale of each layer,
-which the loaders leave open, follows `diffusers/utils/peft_utils.py`. Adapters are not merged into the weights, because
-all adapters, and requests without one, share these. `group_patches.py` and `module_patches.py` fit them to modules.
+which the loaders leave open, follows `diffusers/utils/peft_utils.py`, but that every layer has its own alpha. Adapters
+are not merged into the weights, because all adapters, and requests without one, share these. `group_patches.py` and
+`module_patches.py` fit them to modules.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from diffusers.utils import (
     convert_state_dict_to_peft,
     convert_unet_state_dict_to_peft,
 )
+from diffusers.utils.state_dict_utils import StateDictType
 from safetensors import safe_open
 from torch import Tensor
 
@@ -41,6 +43,10 @@ the sum of their ranks."""
 
 DEFAULT_ALPHA = 8
 """peft's, of a configuration that has none."""
+
+CHANGES_MODEL = ("pissa", "corda", "olora", "loftq")
+"""How values of peft's `init_lora_weights` begin that have it take what training started from out of the model's own
+weights, also when it loads an adapter."""
 
 CONVERT_ERRORS = (*LOAD_ERRORS, AssertionError, AttributeError, IndexError, TypeError, RecursionError)
 """What diffusers' converters raise for files that they mistake for another format."""
@@ -159,8 +165,9 @@ def _read_layers(file: AdapterFile, lora_format: LoraFormat) -> dict[str, Layers
         return_lora_metadata=True,
         **options,
     )
+    denoiser = lora_format.denoiser
     return {
-        part: _make_layers(_as_peft(own, part == lora_format.denoiser), _scales(part, *alphas, metadata=metadata))
+        part: _make_layers(_as_peft(own, part == denoiser), _scales(part, part == denoiser, *alphas, metadata=metadata))
         for part, own in _by_part(state, lora_format).items()
     }
 
@@ -205,13 +212,26 @@ def _make_layers(state: Mapping[str, Tensor], scales: _Scales) -> dict[str, LowR
     return {name: scales.scaled(name, pair["lora_A"], pair["lora_B"]) for name, pair in halves.items()}
 
 
-def _scales(part: str, alphas: Mapping[str, Any] | None = None, *, metadata: Mapping[str, Any] | None) -> _Scales:
+def _scales(
+    part: str, is_denoiser: bool, alphas: Mapping[str, Any] | None = None, *, metadata: Mapping[str, Any] | None
+) -> _Scales:
     """The scales of one part's layers."""
     known, config = (
         {name.removeprefix(f"{part}."): value for name, value in (its or {}).items() if name.startswith(f"{part}.")}
         for its in (alphas, metadata)
     )
-    return _Scales.of(config, {name.removesuffix(".alpha"): _number(name, value) for name, value in known.items()})
+    numbers = {name.removesuffix(".alpha"): _number(name, value) for name, value in known.items()}
+    return _Scales.of(config, _by_layer(numbers, is_denoiser))
+
+
+def _by_layer(alphas: dict[str, float], is_denoiser: bool) -> dict[str, float]:
+    """Alphas by their layers. diffusers' converter of kohya's files names some by the layer's first tensor, in an older
+    convention; diffusers then finds no layer for them, and gives it the most frequent one."""
+    if is_denoiser:
+        renamed = convert_unet_state_dict_to_peft(alphas)
+    else:
+        renamed = convert_state_dict_to_peft(alphas, StateDictType.DIFFUSERS_OLD)
+    return {name.removesuffix(".lora_A.weight"): alpha for name, alpha in renamed.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +286,8 @@ class _Scales:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], alphas: Mapping[str, float]) -> _Scales:
-        """Raises ValueError for patterns that are not supported."""
+        """Raises ValueError for configurations that are not supported."""
+        _check_config(config)
         patterns = _AlphaPatterns.parse(config.get("alpha_pattern") or {})
         usual = Counter(alphas.values()).most_common(1)[0][0] if alphas else None
         return cls(config, patterns, alphas, usual)
@@ -285,8 +306,6 @@ class _Scales:
 
     def _scale(self, name: str, rank: int) -> float:
         """alpha / rank, or alpha / sqrt(rank) with rank stabilisation."""
-        if self.config.get("use_dora"):
-            raise ValueError(UNSUPPORTED["dora_scale"])
         if self.config:
             pattern = self.patterns.find(name)
             alpha = _number("lora_alpha", self.config.get("lora_alpha", DEFAULT_ALPHA) if pattern is None else pattern)
@@ -294,6 +313,19 @@ class _Scales:
         if self.usual_alpha is not None:
             return self.alphas.get(name, self.usual_alpha) / rank
         return 1.0
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    """Raises ValueError for an adapter that is more than additions to the model's own weights. config: peft's
+    LoraConfig, or empty."""
+    if config.get("use_dora"):
+        raise ValueError(UNSUPPORTED["dora_scale"])
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(CHANGES_MODEL):
+        raise ValueError(
+            f"its init_lora_weights is {start[:40]}, so it is for a model whose weights peft changes; save it with "
+            "path_initial_model_for_weight_conversion"
+        )
 
 
 def _number(name: str, value: Any) -> float:

@@ -106,7 +106,8 @@ class Keeper:
             except Exception as error:  # whatever a library raises fails this component alone
                 logger.error("%s: %s\n%s", wanted.part, error, traceback.format_exc(), extra=of_request(""))
                 return WeightsFailed(Failure.of(error)), None
-            gc.collect()  # denoisers refer to themselves, and hold what was packed
+            finally:
+                gc.collect()  # denoisers refer to themselves, and hold what was packed
         kept.users.add(user)
         kept.until = None
         return WeightsTaken(kept.image.start, kept.image.nbytes), kept.fd

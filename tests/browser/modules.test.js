@@ -5,12 +5,16 @@ import { after, test } from "node:test";
 
 import { ApiError, edit, get } from "../../entrypoints/playground/static/js/api.js";
 import { ControlPicture } from "../../entrypoints/playground/static/js/control-picture.js";
+import { keepPage } from "../../entrypoints/playground/static/js/files.js";
+import { Mask } from "../../entrypoints/playground/static/js/mask.js";
 import { waitForModels } from "../../entrypoints/playground/static/js/model.js";
+import { addShortcuts } from "../../entrypoints/playground/static/js/shortcuts.js";
 import { events } from "../../entrypoints/playground/static/js/sse.js";
 import { asCurl, asPython, namedFiles } from "../../entrypoints/playground/static/js/snippets.js";
 import { tensorText } from "../../entrypoints/playground/static/js/tensor.js";
 import { lanesOf } from "../../entrypoints/playground/static/js/timeline.js";
 import { activeTokens, generationSize } from "../../entrypoints/playground/static/js/tokens.js";
+import { Tools } from "../../entrypoints/playground/static/js/tools.js";
 import { pictures } from "./pictures.js";
 
 /** Numbers that look random and are the same in every run. */
@@ -190,6 +194,16 @@ test("a number that is none of a tensor's dtype is refused, not cut to its bits"
   }
 });
 
+test("a number beyond a tensor's floats is refused, and not sent as infinite", () => {
+  const most = { float16: 65504, float32: 2 ** 128 - 2 ** 104 };
+  assert.deepEqual(JSON.parse(tensorText(`[${most.float32}, -1e-50]`, "float32")).shape, [2]);
+  for (const [dtype, number] of Object.entries(most)) {
+    for (const beyond of [1.01 * number, -1.01 * number]) {
+      assert.throws(() => tensorText(`[${beyond}]`, dtype), /is no float/, dtype);
+    }
+  }
+});
+
 /** A document of which each element is there, and does nothing. */
 function blankDocument() {
   const element = () => ({ value: "", validity: {}, addEventListener() {}, setAttribute() {}, append() {}, replaceChildren() {} });
@@ -206,5 +220,57 @@ test("a control picture is sent to no model without ControlNets", () => {
     return control.settings?.file.name ?? null;
   });
   assert.deepEqual(sent, ["edges.png", null, "edges.png"], "it is there again for a model that has them");
+  delete globalThis.document;
+});
+
+test("before a picture is open there is nothing to mask, and no change of it fails", () => {
+  const mask = new Mask({ width: 300, height: 150, getContext: () => null }, "#ff2d78"); // as large as canvases are at first
+  mask.invert();
+  mask.clear();
+  assert.ok(mask.isEmpty);
+});
+
+test("an edit begins once, however long its keys are held", () => {
+  let press;
+  globalThis.document = { addEventListener: (_, listener) => (press = listener), querySelector: () => null };
+  let runs = 0;
+  addShortcuts({ run: () => (runs += 1) });
+  const key = { ctrlKey: true, key: "Enter", preventDefault() {} };
+  for (const repeat of [false, true, true]) press({ ...key, repeat });
+  assert.equal(runs, 1, "another run would stop the first");
+  delete globalThis.document;
+});
+
+test("the page is kept for what is dropped on it, and text may be dragged into a field", () => {
+  const heard = {};
+  globalThis.window = { addEventListener: (type, listener) => (heard[type] = listener) };
+  keepPage();
+  const isPrevented = (type, isField, ...types) => {
+    let prevented = false;
+    heard[type]({ target: { matches: () => isField }, dataTransfer: { types }, preventDefault: () => (prevented = true) });
+    return prevented;
+  };
+  for (const type of ["dragover", "drop"]) {
+    assert.ok(isPrevented(type, true, "Files"));
+    assert.ok(isPrevented(type, false, "text/plain", "text/uri-list"));
+    assert.ok(!isPrevented(type, true, "text/plain"), type);
+  }
+  delete globalThis.window;
+});
+
+test("a gesture that is under way ends with its tool, and draws nothing", () => {
+  globalThis.document = { createElementNS: () => ({ setAttribute() {}, append() {} }) };
+  const heard = {};
+  const area = { addEventListener: (type, listener) => (heard[type] = listener), setPointerCapture() {} };
+  const stage = { area, toMask: ({ clientX: x, clientY: y }) => ({ x, y }), showDraft() {} };
+  const done = [];
+  const mask = { begin: () => done.push("begin"), extend() {}, cancel: () => done.push("cancel"), fill: () => done.push("fill") };
+  const tools = new Tools(stage, mask, () => {});
+  const at = (clientX) => ({ clientX, clientY: 5, pointerId: 1, pointerType: "mouse", button: 0, buttons: 1 });
+  heard.pointerdown(at(5));
+  tools.name = "rectangle";
+  heard.pointermove(at(9));
+  heard.pointerup(at(9));
+  assert.deepEqual(done, ["begin", "cancel"]);
   delete globalThis.document;
 });

@@ -220,6 +220,9 @@ test("all of it by keyboard", () =>
     await page.focus("#slider");
     for (let press = 0; press < 5; press += 1) await page.keyboard.press("PageUp");
     assert.ok(Number(await page.inputValue("#slider")) > 20);
+    await page.focus("#back-to-mask"); // which is gone then
+    await page.keyboard.press("Enter");
+    assert.equal(await page.evaluate(() => document.activeElement.id), "area");
     await page.focus("#run");
     await page.keyboard.press("?");
     assert.ok(await page.isVisible("#help-dialog"));

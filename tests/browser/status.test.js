@@ -5,7 +5,7 @@ import { after, before, test } from "node:test";
 import { violations } from "./accessibility.js";
 import { drag, edit, giveKey, openWithKey, untilReady } from "./actions.js";
 import { launch, withPage } from "./browser.js";
-import { GUARDED_URL, KEY } from "./server.js";
+import { GUARDED_URL, KEY, OPEN_URL } from "./server.js";
 
 const REFUSED = [/status of 401/];
 
@@ -83,6 +83,19 @@ test("images that share a step share it on the timeline", () =>
     assert.equal(rows.length, 1, "one worker with one model");
     assert.match(rows[0], /^0\.0stencil-embeddedresident[1-9]\d*1[\d.]+ MB[\d.]+ m?s ago$/);
   }, REFUSED));
+
+test("what stays as it is is told once, and not each second", () =>
+  withPage(browser, {}, async (page) => {
+    await page.goto(`${OPEN_URL}status`);
+    await page.waitForFunction(() => document.querySelector("#model").textContent.includes(", cpu"));
+    const [told, polled] = await page.evaluate(async () => {
+      const counts = { model: 0, now: 0 };
+      for (const id of Object.keys(counts)) new MutationObserver(() => (counts[id] += 1)).observe(document.getElementById(id), { childList: true });
+      while (counts.now < 2) await new Promise((resolve) => setTimeout(resolve, 50));
+      return [counts.model, counts.now];
+    });
+    assert.deepEqual([told, polled], [0, 2]);
+  }));
 
 test("a hundred models with long names stay within their table", () =>
   withPage(browser, {}, async (page) => {

@@ -98,6 +98,13 @@ def test_invalid_arguments_are_refused_before_a_model_is_loaded(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("flag", ["--mask-point", "--mask-box"])
+def test_what_are_no_numbers_is_refused_with_what_they_are(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["in.png", flag, "120;90"])
+    assert "'120;90' is no list of numbers such as 120,90" in capsys.readouterr().err
+
+
 FILES = ROOT / "tests" / "workflow_files"
 
 

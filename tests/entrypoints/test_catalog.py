@@ -93,7 +93,13 @@ def test_models_have_the_settings_of_their_entries_and_else_the_flags(folder: Pa
         ("path = 'hat.safetensors'", "model 2: path: '{folder}/hat.safetensors' is a file"),
         ("loras = ['hat.safetensors']", "model 2: loras: is a table"),
         ("loras = { hat = 'gone' }", "model 2: loras: there is no file '{folder}/gone' for hat"),
-        ("name = 'a'\nloras = { a = 'hat.safetensors' }", "model 2: loras: --lora a: adapters need names of their own"),
+        ("name = 'a'\nloras = { a = 'hat.safetensors' }", "model 2: --lora a: adapters need names of their own"),
+        (
+            "batch_invariant = true\nkernels = 'torch'",
+            "model 2: --batch-invariant cannot hold with --kernels torch",
+        ),
+        ("segmenter = '~nobody.here/clipseg'", "model 2: segmenter: ~nobody.here/clipseg: there is no such home"),
+        ("segmenter = '" + "x" * 300 + "'", "model 2: segmenter: File name too long"),
         ("loras = { a = { file = 'b' } }", "model 2: loras: a: file is not known; there are path, defaults"),
         ("loras = { a = { defaults = {} } }", "model 2: loras: a: a table has its path"),
         ("loras = { a = { path = 'gone' } }", "model 2: loras: there is no file '{folder}/gone' for a"),
@@ -196,6 +202,8 @@ def test_models_of_the_command_line_may_have_names(folder: Path, monkeypatch: py
     (folder / "a=b").mkdir()
     assert parse_options(["--model", "a=b"]).models[0].model == "a=b", "a directory is meant as before"
     assert parse_options([]).models[0].model == EMBEDDED_MODEL
+    too_long = "x" * 300  # for a file's name: the start names it, as any other that is not there
+    assert parse_options(["--model", f"a={too_long}"]).models[0].model == too_long
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,13 @@ def test_an_argument_of_the_engine_is_refused_by_name_before_anything_starts(nam
         assert caught.value.param in {"model", name, "path", "name"}
 
 
+@pytest.mark.parametrize("value", [5, 0.5, [0.5]])
+def test_skip_levels_of_another_type_are_refused_by_name(value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        ImageEngine(skip_levels=value)
+    assert str(caught.value.param).startswith("skip_levels")
+
+
 NUMPY = [
     ("seed", np.int64(7), 7),
     ("seed", np.uint64(2**63 - 1), 2**63 - 1),

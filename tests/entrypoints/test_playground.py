@@ -14,7 +14,9 @@ import pytest
 from api_calls import assert_refused
 from fake_engine import FakeEngine
 
+from core.control import MAX_CONTROL_SCALE
 from core.costs.load_report import EngineStats, StepSample
+from core.sampling_params import MAX_IMAGES, MAX_INFERENCE_STEPS, MAX_MASK_MARGIN
 from core.scheduling.reports.reporter import MAX_RECENT_STEPS
 from entrypoints.openai.app import ServerSettings, create_app
 from entrypoints.playground.pages import MEDIA_TYPES, PAGES, PREFIX, STATIC, read_static
@@ -133,6 +135,21 @@ def test_files_that_other_files_name_exist(name: str) -> None:
         assert (folder / module).as_posix() in FILES
     for url in re.findall(r'(?:src|href)="(playground/[^"]+)"', text):
         assert url.removeprefix("playground/") in FILES
+
+
+@pytest.mark.parametrize(
+    ("field", "least", "most"),
+    [
+        ("steps", 1, MAX_INFERENCE_STEPS),
+        ("images", 1, MAX_IMAGES),
+        ("margin", 0, MAX_MASK_MARGIN),
+        ("control-scale", 0, MAX_CONTROL_SCALE),
+    ],
+)
+def test_a_number_has_the_limits_of_the_servers_field(field: str, least: float, most: float) -> None:
+    (attributes,) = re.findall(f'<input id="{field}"([^>]*)>', FILES["index.html"].content.decode())
+    limits = {name: float(value) for name, value in re.findall(r'(min|max)="([\d.]+)"', attributes)}
+    assert limits == {"min": least, "max": most}
 
 
 def test_the_examples_are_listed_with_masks_and_prompts() -> None:

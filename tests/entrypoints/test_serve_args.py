@@ -152,6 +152,27 @@ def test_a_blank_variable_is_one_line(
 
 
 @pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--ray-address", "nowhere", "Supported values are: auto or HOST:PORT."),
+        ("--priming-prompt", "\udcff", "Invalid type for 'priming_prompt'"),  # as Python has bytes that are no UTF-8
+        ("--cache-dir", "\udcff", "Invalid type for 'directory'"),
+        ("--served-model-name", "\udcff", "Invalid type for 'served_model_name'"),
+        ("--model", "\udcff", "Invalid type for 'model'"),
+    ],
+)
+def test_a_value_that_its_setting_refuses_is_one_line_with_the_flag(
+    flag: str, value: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_options([flag, value])
+    error = capsys.readouterr().err
+    assert error.startswith(f"stencil: error: argument {flag}: ")
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     "flags",
     [
         "--port 70000",

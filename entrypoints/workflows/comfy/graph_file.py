@@ -37,11 +37,11 @@ class GraphFile:
         try:
             with path.open("rb") as file:
                 data = file.read(MAX_BYTES + 1)
+            if len(data) > MAX_BYTES:  # cut off, perhaps within a letter
+                raise WorkflowError(f"{path}: has more than {MAX_BYTES} bytes", node="")
             text = data.decode()
         except (OSError, UnicodeDecodeError) as error:
             raise WorkflowError(f"{path}: cannot be read: {error}", node="") from error
-        if len(data) > MAX_BYTES:
-            raise WorkflowError(f"{path}: has more than {MAX_BYTES} bytes", node="")
         try:
             return cls(path, read_composition(read_graph(text)))
         except WorkflowError as error:

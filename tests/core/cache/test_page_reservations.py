@@ -36,7 +36,7 @@ from core.messages.engine import (
     PartialImage,
     TemplatePrimed,
 )
-from core.messages.worker import BatchResult, ItemResult
+from core.messages.worker import BatchResult, ItemResult, PageCopied
 from core.model_info import ModelInfo
 from core.reference_pictures import ReferencePictures
 from core.scheduling.ops.denoise import Denoise
@@ -109,6 +109,55 @@ def test_a_reservation_made_again_is_complete_only_once_its_evicted_entries_are_
         pages.refresh(reservation)
         assert reservation.is_complete
         pages.release(reservation)
+
+
+def reservations(**sigmas: tuple[float, ...]) -> list[Reservation]:
+    """Of one template. sigmas: owner -> keyframes."""
+    info = msgspec.structs.replace(MODEL, page_scheme=SCHEME)
+    template = TemplateInfo.of(make_masked("a").spec, info)
+    return [Reservation(owner, template, (ArrayRef(0, 0, (1,), "uint8"),), each) for owner, each in sigmas.items()]
+
+
+def test_no_job_is_left_for_pages_that_nobody_waits_for() -> None:
+    """An aborted edit wanted them, and a waiting one that has them loaded ahead still holds their places."""
+    manager = ActivationCacheManager(
+        [TierBudget("host", 4 * TEMPLATE_BYTES)], has_disk=True, page_arena_id=0, keep_all=True
+    )
+    pages = PageReservations(manager, lambda template, tier, nbytes: True)
+    ahead, aborted, waiting = reservations(ahead=GRID, aborted=GRID[:2], waiting=GRID[:1])
+    ahead.is_prefetch = True
+    for each in (ahead, aborted, waiting):
+        assert pages.reserve(each)
+    loads = {copy.key: copy for copy in manager.take_orders().copies}
+
+    def end(key: str, *, ok: bool) -> None:
+        copy = loads[key]
+        pages.finish_copy(PageCopied(copy.rank, key, copy.nbytes, copy.source, copy.target, ok, 0.0))
+
+    _, _, missing = aborted.entry_keys()
+    end(missing, ok=False)
+    assert [list(job.wanted.values()) for job in pages.jobs()] == [[missing]]
+    pages.release(aborted)
+    for key in waiting.entry_keys():
+        end(key, ok=True)
+    assert waiting.is_complete
+    assert not pages.jobs()
+    pages.check_integrity()
+
+
+def test_the_time_of_a_pass_counts_once_for_a_reservation_made_again_meanwhile() -> None:
+    manager = ActivationCacheManager(
+        [TierBudget("host", TEMPLATE_BYTES)], has_disk=False, page_arena_id=0, keep_all=True
+    )
+    pages = PageReservations(manager, lambda template, tier, nbytes: True)
+    (mine,) = reservations(mine=GRID)
+    assert pages.reserve(mine)
+    (job,) = pages.jobs()
+    pages.start_latents(job)
+    pages.release(mine)
+    assert pages.reserve(mine)
+    pages.finish_latents(job, 1.5)
+    assert mine.prime_seconds == 1.5
 
 
 # --------------------------------------------------------------------------------------------------------- scheduling

@@ -10,6 +10,8 @@ import logging
 import os
 import select
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +23,7 @@ import pytest
 
 from core.ipc import launched_process
 from core.ipc.launched_process import LaunchedProcess, launch
-from core.ipc.local_sockets import address_of, listen
+from core.ipc.local_sockets import address_of, listen, send
 from core.ipc.logs import JsonFormatter
 from core.ipc.process import SpawnedProcess, spawn
 from core.ipc.ring import Channel
@@ -61,6 +63,11 @@ def launcher() -> Iterator[Launcher]:
 def read_all(fd: int) -> bytes:
     with open(fd, "rb") as file:
         return file.read()
+
+
+def sleeping() -> subprocess.Popen[bytes]:
+    """A process that no launcher has forked, and so outlives all of them."""
+    return subprocess.Popen(["sleep", "60"])
 
 
 def is_gone(pidfd: int) -> bool:
@@ -198,6 +205,25 @@ async def test_a_killed_launcher_takes_its_children_along(launcher: Launcher) ->
     os.close(read_end)
     with pytest.raises(ConnectionRefusedError):
         launcher.child("sleep")
+
+
+async def test_a_child_ends_no_sooner_than_it_does_when_its_launcher_dies() -> None:
+    """A dying process closes its sockets before the kernel ends its children: they may still write to what they map."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    lifeline, writer = os.pipe()
+    with sleeping() as child:
+        pidfd = os.pidfd_open(child.pid)
+        send(theirs, b"%d" % child.pid, [pidfd])
+        theirs.close()
+        launched = LaunchedProcess("stencil-worker-0", ours, writer)
+        waiters = [asyncio.create_task(launched.wait()) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        assert (launched.returncode, launched.pid) == (None, child.pid)
+        launched.kill()
+        assert await asyncio.wait_for(asyncio.gather(*waiters), LEAST_SECONDS) == [-signal.SIGKILL] * 2
+    assert launched.describe_exit() == "ended with its launcher"
+    for fd in (pidfd, lifeline):
+        os.close(fd)
 
 
 @pytest.mark.parametrize("stopped", [False, True])

@@ -98,6 +98,14 @@ def test_json_lines_have_level_request_id_and_facts() -> None:
     assert third.keys() == {"time", "level", "logger", "process", "message"}
 
 
+def test_a_name_that_is_no_unicode_is_told_of_too() -> None:
+    """As of a file; the operating system allows any bytes."""
+    logger, lines = logger_to(JsonFormatter("stencil-engine"))
+    logger.warning("not loaded: %s", "caf\udce9", extra=with_facts(path="caf\udce9"))
+    (line,) = (json.loads(line) for line in lines)
+    assert (line["level"], line["message"], line["path"]) == ("warning", "not loaded: caf\udce9", "caf\udce9")
+
+
 async def test_tasks_log_for_the_request_they_were_started_by() -> None:
     logger, lines = logger_to(TextFormatter())
     begun = asyncio.Event()

@@ -136,6 +136,15 @@ async def test_stop_kills_a_child_that_ignores_termination(monkeypatch: pytest.M
     os.close(write_end)
 
 
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, " (SIGKILL)"), (signal.SIGRTMIN + 1, "")])
+async def test_the_end_by_any_signal_is_described(number: int, name: str) -> None:
+    """Some of the real-time signals have no name."""
+    child = child_of("sleep")
+    os.kill(child.pid, number)
+    assert await child.wait() == -number
+    assert child.describe_exit() == f"killed by signal {number}{name}"
+
+
 async def test_stop_gives_up_on_a_process_that_the_kernel_cannot_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that survives SIGKILL cannot be made; here the signal is withheld."""
     for limit in ("_TERM_SECONDS", "_KILL_SECONDS"):

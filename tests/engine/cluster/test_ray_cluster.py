@@ -7,13 +7,15 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from typing import NoReturn
 
 import pytest
 
 from core.config import EngineConfig, ModelConfig
-from core.errors import ConfigError, InvalidRequestError
+from core.errors import ConfigError, EngineError, InvalidRequestError
 from core.ipc.shared_array import Arena
 from engine.client import services
+from engine.cluster import ray_backend
 from engine.cluster.engine_bundle import at_machine, bundle_of
 from engine.cluster.ray_cluster import check_authentication, join
 from engine.router.local_backend import LocalBackend
@@ -67,6 +69,21 @@ def test_without_ray_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(ConfigError, match=r"pip install 'stencil-serve\[ray\]'"):
             services._backend(EngineConfig(data_parallel_backend="ray"), arena)
         assert isinstance(services._backend(EngineConfig(), arena), LocalBackend)
+
+
+@pytest.mark.parametrize("error", [OSError("no connection"), ValueError("no such table"), RuntimeError("not ready")])
+async def test_a_cluster_that_says_nothing_ends_no_server(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever Ray raises when it is asked for the machines; the next second they are asked for again."""
+
+    def fail() -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(ray_backend, "nodes_of_cluster", fail)
+    monkeypatch.setattr(ray_backend, "join", lambda address: None)
+    with closing(Arena.create(0, 4096)) as arena:
+        backend = ray_backend.RayBackend(EngineConfig(data_parallel_backend="ray"), arena)
+        with pytest.raises(EngineError, match=str(error)):
+            await backend.machines()
 
 
 def test_an_address_where_nothing_listens() -> None:

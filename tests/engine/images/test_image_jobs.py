@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
 
+from core.config import ImageConfig
 from core.costs.image_costs import ImageWork
+from core.failure import Failure
 from core.handles import ArrayRef
-from core.messages.image_processor import ComposeImage, PrepareImages, ToImageProcessor
-from engine.images.image_jobs import Caller, ImageJob, JobQueue
-from engine.images.image_pool import ANYBODY
+from core.ipc.process import ChildProcess
+from core.ipc.ring import Channel
+from core.ipc.shared_array import Arena
+from core.messages.image_processor import ComposeImage, JobFailed, PrepareImages, ToImageProcessor
+from engine.images.image_jobs import Caller, ImageJob, JobQueue, upload_work
+from engine.images.image_pool import ANYBODY, ImagePool
+from engine.images.processor_handle import ProcessorHandle
 
 _REF = ArrayRef(0, 0, (1,), "uint8")
 UPLOAD = PrepareImages(
@@ -60,6 +69,26 @@ def drain(queue: JobQueue) -> list[int]:
         queue.remove(job)
         ids.append(job.message.job_id)
     return ids
+
+
+def test_the_work_of_an_upload_is_that_of_all_its_files() -> None:
+    """As its edit predicted it, which learns from how long it takes."""
+    file = ArrayRef(0, 0, (1_000_000,), "uint8")
+    upload = msgspec.structs.replace(UPLOAD, image=file, mask=file, references=(file, file), controls=(file,))
+    assert upload_work(upload) == ImageWork("prepare", 5.0)
+    assert upload_work(msgspec.structs.replace(UPLOAD, image=None, canvas_size=(1000, 500))).features == (1.0, 0.0, 0.5)
+
+
+async def test_an_answer_to_another_job_leaves_the_one_in_hand() -> None:
+    """The pool ends then; a job that no processor had any more would never be answered."""
+    with closing(Arena.create(0, 4096)) as arena:
+        pool = ImagePool(ImageConfig(), arena)
+    processor = ProcessorHandle(
+        cast(ChildProcess, SimpleNamespace(name="p")), cast(Channel, None), await make_job(UPLOAD, 5)
+    )
+    with pytest.raises(RuntimeError, match="a job it does not have"):
+        pool._take_answer(processor, JobFailed(job_id=6, failure=Failure("engine", "")))
+    assert processor.job is not None
 
 
 async def test_results_then_uploads_first_come_first_served() -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageCms
+from PIL import Image, ImageCms, PngImagePlugin
 
 from core.errors import EngineError, InvalidImageError, InvalidRequestError
 from core.handles import ArrayRef
@@ -795,6 +795,24 @@ def test_the_first_of_two_chunks_of_a_type_counts_and_a_profile_counts_before_sr
     second = (b"gAMA", struct.pack(">I", 50000))
     encoded, _ = compose_bytes(noise(64, 64, 3), upload_with(ALL_CHUNKS[0], second, SRGB_CHUNK, iccp))
     assert chunks_of(encoded) == dict([ALL_CHUNKS[0], iccp])
+
+
+@pytest.mark.parametrize("output_format", ["PNG", "WEBP", "JPEG"])
+def test_a_picture_with_a_large_profile_is_read(output_format: str) -> None:
+    """As of a printer. Results cannot have it, which is told."""
+    profile = bytes(16) + b"RGB " + noise(2_000_000).tobytes()
+    upload = file_of(noise(16, 16, 3), output_format, icc_profile=profile)
+    colour = image_codec.decode(upload, "image", 1000).colour
+    assert colour == Colour(has_unusable_profile=True)
+
+
+def test_a_png_file_with_long_descriptions_is_read() -> None:
+    """A program's, such as what was done to the picture."""
+    info = PngImagePlugin.PngInfo()
+    info.add_itxt("XML:com.adobe.xmp", "x" * 2_000_000, zip=True)
+    pixels = noise(16, 16, 3)
+    decoded = image_codec.decode(file_of(pixels, pnginfo=info), "image", 1000).image
+    assert np.array_equal(np.asarray(decoded), pixels)
 
 
 def test_a_profile_of_another_colour_space_is_dropped() -> None:

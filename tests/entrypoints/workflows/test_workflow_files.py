@@ -257,6 +257,7 @@ def test_a_forged_answer_is_refused_or_sound() -> None:
         (None, "cannot be read: [Errno 2]"),
         (b"\xff\xfe", "cannot be read: 'utf-8'"),
         (b"#" * (1 << 21), "has more than"),
+        (("é" * (1 << 21)).encode(), "has more than"),
     ],
 )
 def test_what_is_no_text_is_refused(tmp_path: Path, content: bytes | None, why: str) -> None:
@@ -266,6 +267,15 @@ def test_what_is_no_text_is_refused(tmp_path: Path, content: bytes | None, why: 
     with pytest.raises(WorkflowError, match=r"hostile\.py: ") as caught:
         read_workflows([file])
     assert why in str(caught.value)
+
+
+def test_a_file_is_read_to_its_end_however_many_bytes_its_characters_have(tmp_path: Path) -> None:
+    source = f"# {'é' * 600_000}\nraise RuntimeError('the end')"
+    assert "line 2: RuntimeError: the end" in refused(tmp_path, source, ImportLimits())
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    assert "line 1: RuntimeError: the end" in refused(tmp_path, "\ufeffraise RuntimeError('the end')")
 
 
 def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:

@@ -214,6 +214,7 @@ def test_of_several_variants_one_is_fetched(empty_cache: pytest.MonkeyPatch, cop
     """Parts without that variant are fetched as they are; afterwards everything can be loaded without the hub."""
     for part in ("transformer", "vae"):
         add_variant(copy, part, "fp16")
+    add_variant(copy, "transformer", "non_ema")  # as Stable Diffusion 1.5 has one
     (copy / "vae" / f"{STEM}.safetensors").unlink()
     torch.save({}, copy / "vae" / "model.bin")
     with hub(copy) as (url, fetched):

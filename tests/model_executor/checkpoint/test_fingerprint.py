@@ -96,6 +96,13 @@ def test_how_an_empty_prompt_is_embedded_counts(path: Path, cache: Path) -> None
     assert prints[0] == prints[2]
 
 
+def test_the_chat_template_counts(path: Path, cache: Path) -> None:
+    """In a file of its own, as newer tokenizers have it. Prompts are read by it, also the one for priming."""
+    before = fingerprint(opened(path), cache)
+    (path / "tokenizer" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert fingerprint(opened(path), cache) != before
+
+
 def test_hashes_of_weights_are_remembered(path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = fingerprint(opened(path), cache)
     hashed = list[Path]()

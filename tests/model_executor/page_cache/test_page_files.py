@@ -4,6 +4,7 @@ bytes.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import resource
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +84,29 @@ def test_a_missing_file_and_a_missing_directory_are_misses(files: PageFiles) -> 
     assert files.used_bytes() == 0
     files.write(KEY, random_bytes(), BLOCK)
     assert not read(files, "another key")[0]
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_process_that_can_open_no_more_removes_no_sound_files(
+    files: PageFiles, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Neither an entry nor one that another process is writing."""
+    files.write(KEY, random_bytes(), BLOCK)
+    with files._temporary(files._path("other"), NBYTES) as (name, _):
+        with monkeypatch.context() as full:
+            full.setattr(page_files, "_opened", raising(OSError(code, os.strerror(code))))
+            assert not read(files)[0]
+            with files._locked():
+                files._make_room(0)
+        assert name.exists()
+    assert read(files)[0]
+
+
+def raising(error: OSError) -> Callable[[Path], NoReturn]:
+    def opened(_: Path) -> NoReturn:
+        raise error
+
+    return opened
 
 
 def test_deleted_entries_are_gone(files: PageFiles) -> None:

@@ -8,6 +8,7 @@ import os
 import resource
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -178,3 +179,57 @@ def test_pefts_default_alpha_is_that_of_a_configuration_without(tiny_checkpoint:
     told = read(path)
     (path / "adapter_config.json").write_text(json.dumps({"r": 4}))
     assert torch.equal(read(path)["x_embedder"], told["x_embedder"])
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_16", "corda", "OLoRA", "loftq"])
+@pytest.mark.parametrize("has_folder", [True, False], ids=["peft", "diffusers"])
+def test_what_belongs_to_a_changed_model_is_refused(
+    tiny_checkpoint: Path, tmp_path: Path, start: str, has_folder: bool
+) -> None:
+    """Loading it, peft first takes out of the model's own weights what training started from."""
+    if has_folder:
+        path = make_peft_lora(tmp_path / "hat", tiny_checkpoint, "x_embedder")
+        (path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 4, "init_lora_weights": start}))
+    else:
+        config = {"transformer.r": 4, "transformer.lora_alpha": 4, "transformer.init_lora_weights": start}
+        metadata = {"lora_adapter_metadata": json.dumps(config)}
+        path = make_lora(tmp_path / "hat.safetensors", tiny_checkpoint, "x_embedder", metadata=metadata)
+    with pytest.raises(ConfigError, match=f"init_lora_weights is {start}"):
+        read(path)
+
+
+@pytest.mark.parametrize("start", [True, False, "gaussian", "eva", "orthogonal"])
+def test_where_training_started_from_does_not_count_otherwise(
+    tiny_checkpoint: Path, tmp_path: Path, start: object
+) -> None:
+    path = make_peft_lora(tmp_path / "hat", tiny_checkpoint, "x_embedder")
+    (path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 4}))
+    plain = read(path)
+    (path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 4, "init_lora_weights": start}))
+    assert torch.equal(read(path)["x_embedder"], plain["x_embedder"])
+
+
+MIDDLE, TEXT = "mid_block.attentions.0.transformer_blocks.0", "text_model.encoder.layers.0"
+OF_KOHYA = {
+    "unet": (f"{MIDDLE}.attn1.to_q", f"{MIDDLE}.attn2.to_out.0", f"{MIDDLE}.ff.net.2", "mid_block.resnets.0.conv1"),
+    "te": (f"{TEXT}.self_attn.k_proj", f"{TEXT}.self_attn.out_proj", f"{TEXT}.mlp.fc1"),
+}
+"""kohya's name of a part -> some of its layers."""
+
+
+def test_each_layer_of_kohyas_has_its_own_alpha(tmp_path: Path) -> None:
+    """Those of attention, too, whose alphas diffusers' loader names by their tensors."""
+    tensors, number = dict[str, torch.Tensor](), 0
+    for part, layers in OF_KOHYA.items():
+        for layer in layers:
+            number, name = number + 1, f"lora_{part}_{layer.replace('.', '_')}"
+            down, up = torch.ones(2, 8), torch.full((8, 2), 2.0)
+            tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up}
+            tensors[f"{name}.alpha"] = torch.tensor(float(number))
+    save_file(tensors, tmp_path / "kohya.safetensors")
+    config, loader = SimpleNamespace(layers_per_block=2), "StableDiffusionLoraLoaderMixin"
+    of_unets = LoraFormat(loader, denoiser="unet", text_parts=("text_encoder",), unet=config)
+    adapter = read_adapter(AdapterConfig("hat", str(tmp_path / "kohya.safetensors")), of_unets)
+    found = {layer: low.up.unique().tolist() for part in adapter.parts.values() for layer, low in part.items()}
+    layers = [layer for part in OF_KOHYA.values() for layer in part]
+    assert found == {layer: [number] for number, layer in enumerate(layers, 1)}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import gc
 import os
 import queue
 import shutil
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
@@ -26,6 +28,7 @@ from core.handles import ModelKey
 from core.ipc import local_sockets
 from core.ipc.process import ChildProcess
 from core.memory_budget import Room
+from core.messages.weights import TakeWeights, WeightsFailed
 from core.messages.worker import ModelFailed, ModelLoaded
 from model_executor.checkpoint.loader import CONTROLNET_PART, ModelCheckpoint
 from model_executor.kernels.cpu_kernels import best_kernels
@@ -33,6 +36,7 @@ from model_executor.kernels.cpu_layers import FastConv
 from model_executor.kernels.linear import has_onednn
 from model_executor.models.controlnet.registry import make_controlnet
 from model_executor.models.registry import make_family
+from model_executor.weights import keeper as keeper_module
 from model_executor.weights import taking
 from model_executor.weights.taking import TakenWeights
 from model_executor.worker.loading.component_loader import ComponentLoader
@@ -65,6 +69,24 @@ def test_descriptors_that_a_peer_attaches_do_not_stay_open(keeper: ChildProcess,
             local_sockets.send(connection, b"no message", [0, 1, 2])
             local_sockets.receive(connection)
         assert num_open() == before
+
+
+def test_what_cannot_be_kept_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be no memory for it twice; a module that refers to itself lives on until it is searched for."""
+    loaded = [nn.Linear(1, 1)]
+    loaded[0].__dict__["itself"] = loaded[0]
+    module = weakref.ref(loaded[0])
+
+    def fails(module: nn.Module) -> NoReturn:
+        raise OSError(errno.ENOSPC, "no memory")
+
+    monkeypatch.setattr(keeper_module.logger, "disabled", True)  # pytest keeps what is logged, and so the frames
+    monkeypatch.setattr(keeper_module, "_load", lambda wanted: loaded.pop())
+    monkeypatch.setattr(keeper_module, "write_image", fails)
+    with local_sockets.listen() as own, socket.socket() as user:
+        answer, fd = keeper_module.Keeper(own)._take(user, TakeWeights(VAE, ModelConfig(), "vae", 0))
+    assert (type(answer), fd) == (WeightsFailed, None)
+    assert module() is None
 
 
 def started(launcher: str, listener: socket.socket) -> ChildProcess:

@@ -17,6 +17,14 @@ export async function get(path) {
   return jsonOf(await call(path, {}));
 }
 
+/** A file that comes with the page, as a Blob. */
+export async function fileAt(url) {
+  const response = await fetch(url).catch(() => null);
+  const blob = response?.ok ? await response.blob().catch(() => null) : null;
+  if (!blob) throw new ApiError(`${url} cannot be had.`, response?.status);
+  return blob;
+}
+
 /** The mask that the server finds, as a PNG: transparent = edit. fields: as of `edit`. */
 export async function findMask(fields, signal) {
   const { data } = await jsonOf(await call("v1/images/masks", { method: "POST", body: form(fields), signal }));

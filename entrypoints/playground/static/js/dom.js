@@ -7,6 +7,11 @@ export function byId(id) {
   return element;
 }
 
+/** Tell a text in a live region: read out when it changes, and not each time it is told. */
+export function tell(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
 /** A new element: attributes (or on* listeners), then children; null and false are left out. */
 export function el(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);

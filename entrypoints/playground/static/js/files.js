@@ -20,9 +20,10 @@ export function acceptFiles(input, zone, use) {
   document.addEventListener("paste", (event) => take(event, document.activeElement, event.clipboardData));
 }
 
-/** Keep the browser from leaving the page for what is dropped on it. */
+/** Keep the browser from leaving the page for what is dropped on it. Text goes into the field that it is dragged to. */
 export function keepPage() {
-  for (const type of ["dragover", "drop"]) window.addEventListener(type, (event) => event.preventDefault());
+  const isText = ({ target, dataTransfer }) => target.matches?.("textarea, input:not([type=radio], [type=range], [type=file])") && !dataTransfer.types.includes("Files");
+  for (const type of ["dragover", "drop"]) window.addEventListener(type, (event) => isText(event) || event.preventDefault());
 }
 
 /** Download it. */

@@ -1,12 +1,12 @@
 // The example templates that the server ships, with masks of their parts and prompts that fit them.
+import { fileAt } from "./api.js";
 import { el } from "./dom.js";
 
 const FOLDER = new URL("../examples/", import.meta.url);
 
 /** [{title, url, name, garments: [{kind, maskUrl, prompts}]}] */
 export async function readExamples() {
-  const response = await fetch(new URL("examples.json", FOLDER));
-  const { examples } = await response.json();
+  const { examples } = JSON.parse(await (await fileAt(new URL("examples.json", FOLDER))).text());
   return examples.map(({ image, title, garments }) => ({
     title,
     name: image,

@@ -18,6 +18,7 @@ export class Mask extends EventTarget {
   constructor(canvas, colour) {
     super();
     this.#canvas = canvas;
+    canvas.width = canvas.height = 0; // until the first picture, as there is no opacity yet
     this.#context = canvas.getContext("2d", { willReadFrequently: true });
     this.#colour = colour;
   }

@@ -1,10 +1,10 @@
 // The playground's page: wires picture, mask, form and results together, and holds what is open.
-import { ApiError } from "./api.js";
+import { ApiError, fileAt } from "./api.js";
 import { comparison } from "./comparison.js";
 import { ControlPicture } from "./control-picture.js";
 import { copyText } from "./copy.js";
 import { costStrip } from "./cost.js";
-import { byId, el } from "./dom.js";
+import { byId, el, tell } from "./dom.js";
 import { acceptFiles, base64Of, keepPage, save } from "./files.js";
 import { duration, percent } from "./format.js";
 import { markExample, readExamples, showChips, showGallery } from "./gallery.js";
@@ -49,10 +49,11 @@ let shown = null; // the history entry on the stage, null while the mask is draw
 
 // ----------------------------------------------------------------------------------------------------------- picture
 
-async function open(blob, name, url = null, example = null) {
+/** Open the picture that `read` resolves to, see picture.js. example: that it is of. */
+async function open(read, example = null) {
   const number = (opening += 1);
   try {
-    const opened = await openPicture(blob, name, url);
+    const opened = await read();
     if (number !== opening) return;
     setPicture(opened);
     mask.reset(stage.size);
@@ -62,8 +63,14 @@ async function open(blob, name, url = null, example = null) {
   }
 }
 
+function openFile(blob, name) {
+  return open(() => openPicture(blob, name));
+}
+
 function setPicture(opened) {
+  opening += 1; // of an entry of the history: what was asked for before comes too late
   running?.abort();
+  tools.cancel();
   finder.cancel();
   picture = opened;
   stage.showPicture(opened.view);
@@ -73,8 +80,8 @@ function setPicture(opened) {
   tellSize();
 }
 
-async function openExample(example) {
-  await fetchFile(example.url, (blob) => open(blob, example.name, example.url, example));
+function openExample(example) {
+  return open(async () => openPicture(await fileAt(example.url), example.name, example.url), example);
 }
 
 /** Offer an example's parts to select, and prompts for them; nothing for a user's own picture. */
@@ -87,31 +94,23 @@ function offerParts(example) {
 
 async function selectPart(garment) {
   const of = picture;
-  await fetchFile(garment.maskUrl, async (blob) => {
-    const bitmap = await createImageBitmap(blob);
+  try {
+    const bitmap = await createImageBitmap(await fileAt(garment.maskUrl));
     if (picture !== of) return;
     backToMask();
     mask.select(bitmap);
     const isOurs = !byId("prompt").value || examples.some(({ garments }) => garments.some(({ prompts }) => prompts.includes(byId("prompt").value)));
     if (isOurs) byId("prompt").value = garment.prompts[0];
     showPrompts(garment.prompts);
-  });
+  } catch (error) {
+    report(error);
+  }
 }
 
 function showPrompts(prompts) {
   showChips(byId("chips"), prompts, (text) => {
     byId("prompt").value = text;
   });
-}
-
-async function fetchFile(url, use) {
-  try {
-    const response = await fetch(url);
-    if (!response.ok) throw new ApiError(`${url} cannot be had.`, response.status);
-    await use(await response.blob());
-  } catch (error) {
-    report(error);
-  }
 }
 
 /** Say at which size it is really edited. */
@@ -160,6 +159,11 @@ function backToMask() {
   stage.hideTokens();
 }
 
+function changeMask() {
+  backToMask();
+  stage.area.focus(); // the button is gone
+}
+
 /** Ask the server for a mask, unless an edit runs. */
 function find(ask) {
   if (picture && !running) ask();
@@ -174,6 +178,7 @@ async function run() {
   }
   try {
     if (!model) await connect(); // they declined to give a key, or it still loads
+    while (model?.id !== byId("served").value) await choose(); // its facts have not come yet, or could not be had
     await Promise.all([references.settled, controlPicture.settled]);
     if (!(await finder.settled)) return; // why is told
     if (running) return; // by a second click meanwhile
@@ -348,8 +353,9 @@ function fileName(entry) {
   return `${entry.picture.file.name.replace(/\.[^.]*$/, "")}-${entry.settings.seed}.png`;
 }
 
-function useResult() {
-  if (shown) open(shown.blob, fileName(shown));
+async function useResult() {
+  if (shown) await openFile(shown.blob, fileName(shown));
+  stage.area.focus(); // the button is gone
 }
 
 /** Say what went wrong; what is nobody's fault goes to the console as well. */
@@ -389,9 +395,9 @@ function wire() {
   });
   onClick({ invert: () => mask.invert(), clear: () => mask.clear(), undo: () => mask.undo(), redo: () => mask.redo() }, backToMask);
   onClick({ "zoom-in": () => stage.zoomBy(1.5), "zoom-out": () => stage.zoomBy(1 / 1.5), "zoom-fit": () => stage.zoomOut() });
-  onClick({ "back-to-mask": backToMask, "use-result": useResult, help: () => byId("help-dialog").showModal() });
+  onClick({ "back-to-mask": changeMask, "use-result": useResult, help: () => byId("help-dialog").showModal() });
   addShortcuts({ run, sizeBy });
-  acceptFiles(byId("upload"), document, ([file]) => open(file, file.name));
+  acceptFiles(byId("upload"), document, ([file]) => openFile(file, file.name));
   keepPage();
 }
 
@@ -414,9 +420,14 @@ async function start() {
   wire();
   theWorker();
   onMaskChange();
+  await Promise.all([offerExamples(), connect()]);
+}
+
+/** Offer them, and open the first unless the user has been quicker. */
+async function offerExamples() {
   examples = await readExamples();
   showGallery(byId("gallery"), examples, openExample);
-  await Promise.all([openExample(examples[0]), connect()]);
+  if (!opening) await openExample(examples[0]);
 }
 
 /** Wait until the server tells what it serves. */
@@ -428,9 +439,7 @@ function connect() {
 }
 
 async function meetModel() {
-  served = await waitForModels((text) => {
-    byId("model").textContent = text;
-  });
+  served = await waitForModels((text) => tell(byId("model"), text));
   offerModels(served.filter(({ parent }) => !parent).map(({ id }) => id));
   await choose();
 }

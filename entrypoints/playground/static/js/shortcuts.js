@@ -15,8 +15,9 @@ export function addShortcuts({ run, sizeBy }) {
 
 function withControl(event, run) {
   const key = event.key.toLowerCase();
-  if (key === "enter") run();
-  else if (isTyping(event.target)) return;
+  if (key === "enter") {
+    if (!event.repeat) run(); // held, it would stop what it has begun
+  } else if (isTyping(event.target)) return;
   else if (key === "z") byId(event.shiftKey ? "redo" : "undo").click();
   else if (key === "y") byId("redo").click();
   else return;

@@ -1,6 +1,6 @@
 // The status page: what the engines do, asked for every second while the page is seen.
 import { ApiError, get } from "./api.js";
-import { byId, el } from "./dom.js";
+import { byId, el, tell } from "./dom.js";
 import { bytes, count, duration, percent } from "./format.js";
 import { inWords, timeline } from "./timeline.js";
 
@@ -21,13 +21,13 @@ async function update() {
     show(await get(`v1/engine/stats?steps=${MOST_STEPS}`));
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
-    byId("model").textContent = error.status === 401 ? "an API key is needed: load this page again" : error.message;
+    tell(byId("model"), error.status === 401 ? "an API key is needed: load this page again" : error.message);
     if (error.status === 401) throw error; // asked, and declined: do not ask every second
   }
 }
 
 function show(stats) {
-  byId("model").textContent = named(stats.models) || "the model is loading…";
+  tell(byId("model"), named(stats.models) || "the model is loading…");
   byId("now").replaceChildren(...now(stats));
   showTimelines(stats.engines);
   byId("engines").replaceChildren(...stats.engines.map(engineRow));

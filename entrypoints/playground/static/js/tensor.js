@@ -10,8 +10,9 @@ const WRITERS = {
   float32: [4, "setFloat32"],
   float64: [8, "setFloat64"],
 };
-/** Least and greatest element, of those whose writer takes any number and keeps its lowest bits. */
-const RANGES = { uint8: [0, 255], int32: [-(2 ** 31), 2 ** 31 - 1] };
+const MOST = { float16: 65504, float32: 2 ** 128 - 2 ** 104 };
+/** Least and greatest element, of those whose writer takes any number and keeps its lowest bits, or makes it infinite. */
+const RANGES = { uint8: [0, 255], int32: [-(2 ** 31), 2 ** 31 - 1], float16: [-MOST.float16, MOST.float16], float32: [-MOST.float32, MOST.float32] };
 const CHUNK = 1 << 15; // arguments of one call
 
 /** The JSON of a tensor, {dtype, shape, base64}. text: its numbers, such as "[[1, 2], [3, 4]]". Throws an Error that says why not. */

@@ -10,7 +10,7 @@ const BRUSHES = ["brush", "eraser"];
 const SHAPES = { rectangle: ([first, last]) => corners(first, last), lasso: (points) => points };
 
 export class Tools {
-  name = "brush"; // brush, eraser, rectangle, lasso, pick
+  #name = "brush";
   size = 24; // diameter of brush and eraser, px of the mask
   #stage;
   #mask;
@@ -35,6 +35,16 @@ export class Tools {
     area.addEventListener("keydown", (event) => this.#key(event));
     area.addEventListener("blur", () => this.#leave());
     area.addEventListener("contextmenu", (event) => event.preventDefault());
+  }
+
+  /** brush, eraser, rectangle, lasso, pick. Another tool gives up the gesture that is under way. */
+  get name() {
+    return this.#name;
+  }
+
+  set name(name) {
+    this.cancel();
+    this.#name = name;
   }
 
   /** Forget a gesture that has not ended, such as when the picture changes under it. */

@@ -1,6 +1,6 @@
 // The page of workflows: a form for each one that the server lists, and what it makes.
 import { ApiError, get, runWorkflow } from "./api.js";
-import { byId, el } from "./dom.js";
+import { byId, el, tell } from "./dom.js";
 import { save } from "./files.js";
 import { duration } from "./format.js";
 import { Inputs } from "./inputs.js";
@@ -21,9 +21,7 @@ async function start() {
     run().catch(report);
   });
   byId("workflow").addEventListener("change", choose);
-  await waitForModels((text) => {
-    byId("model").textContent = text;
-  });
+  await waitForModels((text) => tell(byId("model"), text));
   const { data } = await get("v1/models");
   workflows = data.filter(({ modality }) => modality === "workflow");
   byId("model").textContent = "";
