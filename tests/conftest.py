@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -80,3 +80,21 @@ def launcher() -> Iterator[str]:
     with worker_launcher.used() as address:
         yield address
         end_warm_process()
+
+
+@pytest.fixture(scope="module")
+def forked_engines(launcher: str) -> Iterator[None]:
+    """Engines of this process are forked, with their image processors, keepers of weights and workers."""
+    from forked_processes import fork_child
+    from forked_server import warm_process
+
+    from core.ipc.launched_process import launch
+    from engine.client.processes import keeper_process
+    from engine.images import image_pool
+    from engine.router import local_backend
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keeper_process, "spawn", partial(launch, launcher))
+        for module in (local_backend, image_pool):
+            patch.setattr(module, "spawn", partial(fork_child, warm_process().address))
+        yield
