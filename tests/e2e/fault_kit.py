@@ -59,7 +59,7 @@ async def start(
     of_engine = {key: settings.pop(key) for key in names if key in settings}
     scheduler = SchedulerConfig(degree=degree)
     config = EngineConfig(models=(model,), scheduler=scheduler, data_parallel_size=size, **of_engine)  # type: ignore[arg-type]
-    others = _forked()
+    others = _all()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
@@ -72,14 +72,14 @@ async def start(
                 engine.services.arena.check_integrity()
         finally:
             own = [process for process in psutil.process_iter() if folder_of(process) == folder]
-            _, left = psutil.wait_procs([*own, *_forked().difference(others)], timeout=10)
+            _, left = psutil.wait_procs([*own, *_all().difference(others)], timeout=10)
         assert not left
         assert not os.listdir(folder)
 
 
-def _forked() -> set[psutil.Process]:
-    """What launchers of the tests have forked for engines of this process. They show the launchers' environment."""
-    return {process for kind in ("engine", "worker", "images") for process in processes(kind)}
+def _all() -> set[psutil.Process]:
+    """Processes of all kinds. Those that launchers of the tests have forked show the launchers' environment."""
+    return set(processes(""))
 
 
 def folder_of(process: psutil.Process) -> str | None:
@@ -91,7 +91,7 @@ def folder_of(process: psutil.Process) -> str | None:
 
 def processes(kind: str) -> list[psutil.Process]:
     """Processes of this one's own engines, not of a server that other tests share, that run as "stencil-`kind`-N"; N
-    ascending.
+    ascending. kind: "" for all.
     """
     found, of_servers = {}, set[int]()
     there = [each for engine in on_ray.engines() for each in (engine, *engine.children(recursive=True))]
