@@ -142,9 +142,9 @@ $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable .
 	@touch $@
 
-$(DEV): $(RUNTIME)
+$(DEV): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
-	@touch $@
+	@touch $(RUNTIME) $@
 
 $(BROWSER): tests/browser/package-lock.json
 	tests/browser/install.sh

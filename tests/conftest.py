@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -62,7 +62,13 @@ def _rank(path: Path) -> int:
 @pytest.fixture(scope="session", autouse=True)
 def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the first process that needs compiled kernels compiles them for all
+        kernels = tmp_path_factory.getbasetemp().parent / "kernels"
+        kernels.mkdir(mode=0o700, exist_ok=True)
+        (folder / "stencil").mkdir(mode=0o700)
+        (folder / "stencil" / "kernels").symlink_to(kernels)
     yield
     if before is None:
         del os.environ["XDG_CACHE_HOME"]
@@ -80,3 +86,21 @@ def launcher() -> Iterator[str]:
     with worker_launcher.used() as address:
         yield address
         end_warm_process()
+
+
+@pytest.fixture(scope="module")
+def forked_engines(launcher: str) -> Iterator[None]:
+    """Engines of this process are forked, with their image processors, keepers of weights and workers."""
+    from forked_processes import fork_child
+    from forked_server import warm_process
+
+    from core.ipc.launched_process import launch
+    from engine.client.processes import keeper_process
+    from engine.images import image_pool
+    from engine.router import local_backend
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keeper_process, "spawn", partial(launch, launcher))
+        for module in (local_backend, image_pool):
+            patch.setattr(module, "spawn", partial(fork_child, warm_process().address))
+        yield

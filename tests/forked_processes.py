@@ -4,15 +4,24 @@ seconds of processor time. `launcher` is its address in all of these (`conftest.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import pickle
+import shutil
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+from core.ipc import launcher as launchers
 from core.ipc.launched_process import LaunchedProcess, launch
+from core.ipc.local_sockets import address_of, listen
+from core.ipc.process import on_parent_gone, spawn
 
 POLL_SECONDS = 0.005
 
@@ -23,6 +32,46 @@ def fork(launcher: str, target: str, config: bytes, fds: Sequence[int], name: st
     while not process.pid and process.returncode is None:
         time.sleep(POLL_SECONDS)
     return process
+
+
+def fork_child(
+    launcher: str, target: str, config: bytes, fds: Sequence[int], name: str, *, remove: Sequence[str] = ()
+) -> LaunchedProcess:
+    """As `fork`, for an engine or an image processor, which have no launcher in the product: it collects garbage, as a
+    spawned one does. remove: see `core.ipc.process.spawn`; not if a signal ends it."""
+    return fork(launcher, f"{__name__}:run_child", pickle.dumps((target, config, list(remove))), fds, name)
+
+
+def run_child(config: bytes, fds: list[int]) -> None:
+    """In the forked process."""
+    target, own, remove = pickle.loads(config)
+    for folder in remove:
+        on_parent_gone(partial(shutil.rmtree, folder, ignore_errors=True))
+    gc.enable()
+    module, _, function = target.partition(":")
+    getattr(importlib.import_module(module), function)(own, fds)
+
+
+@contextmanager
+def light_launcher(module: str) -> Iterator[str]:
+    """The address of a new launcher that has imported this module, and not PyTorch. It ends with the context."""
+    with listen() as listener:
+        address = address_of(listener)
+        process = spawn(f"{__name__}:serve_light", module.encode(), [listener.fileno()], "light-launcher")
+        listener.detach()  # `spawn` has closed it
+    try:
+        yield address
+    finally:
+        process.kill()
+        process.reap()
+
+
+def serve_light(config: bytes, fds: list[int]) -> None:
+    """The light launcher."""
+    gc.disable()
+    importlib.import_module(config.decode())
+    gc.freeze()
+    launchers.serve(socket.socket(fileno=fds[0]), "light-launcher")
 
 
 class ForkedLauncher:

@@ -3,8 +3,8 @@
 Importing takes most of a server's start, seconds of processor time. A *warm* process imports once for all servers of
 the tests: the launcher of workers that the tests share (`core/ipc/launcher.py`) forks it, and it is a launcher itself,
 whose children are servers. From `python -m entrypoints.serve` a forked one differs in this: it has its launcher from
-the beginning, forked as well, and its keeper of weights is that launcher's child. Engines and image processors are
-spawned.
+the beginning, forked as well, and its engines, image processors and keeper of weights are that launcher's children,
+with PyTorch in memory that they share.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from forked_processes import fork_child
+
 from benchmarks.load.server import ROOT, STENCIL, STOP_SECONDS, Server, free_port
 from core.ipc import launcher
 from core.ipc.launched_process import LaunchedProcess, launch
@@ -35,19 +37,24 @@ from core.ipc.local_sockets import address_of, listen
 from core.ipc.process import header_of, lifeline, run_child
 from engine.client.processes import keeper_process
 from engine.client.processes.worker_launcher import MAIN, worker_launcher
+from engine.images import image_pool
+from engine.router import local_backend
 
 SERVER = "entrypoints.serve"
+ITS_CHILDREN = ("engine.engine_core.engine_process", "engine.images.image_processor")
+WARM = "warm-server"
 POLL_SECONDS = 0.005
 
 
 class WarmProcess:
-    """Forks servers until its launcher ends."""
+    """Forks servers, and engines and image processors of the tests' own process, until its launcher ends. address: as
+    of any launcher."""
 
     def __init__(self, launcher_address: str) -> None:
         """launcher_address: of a launcher that has imported what workers need."""
         with listen() as listener:
-            self._address = address_of(listener)
-            self._process = launch(launcher_address, "forked_server:warm_up", b"", [listener.fileno()], "warm-server")
+            self.address = address_of(listener)
+            self._process = launch(launcher_address, "forked_server:warm_up", b"", [listener.fileno()], WARM)
             listener.detach()  # `launch` has closed it
 
     def fork(self, flags: Sequence[str], environment: dict[str, str], folder: Path, log: Path) -> ForkedServer:
@@ -56,7 +63,7 @@ class WarmProcess:
         with open(writer, "wb", closefd=True) as stdout, log.open("ab") as stderr:
             config = json.dumps({"flags": flags, "environment": environment, "folder": str(folder)}).encode()
             fds = [stdout.fileno(), stderr.fileno()]
-            return ForkedServer(launch(self._address, "forked_server:serve", config, fds, SERVER), open(reader))
+            return ForkedServer(launch(self.address, "forked_server:serve", config, fds, SERVER), open(reader))
 
     def close(self) -> None:
         """End it, and wait until it has ended."""
@@ -135,9 +142,10 @@ def start_server(
 
 def warm_up(_config: bytes, fds: list[int]) -> None:
     """The warm process."""
-    importlib.import_module(SERVER)
+    for module in (SERVER, *ITS_CHILDREN):
+        importlib.import_module(module)
     gc.freeze()  # so that collections of children do not write to memory that they share
-    launcher.serve(socket.socket(fileno=fds[0]), "warm-server")
+    launcher.serve(socket.socket(fileno=fds[0]), WARM)
 
 
 def serve(config: bytes, fds: list[int]) -> None:
@@ -149,10 +157,18 @@ def serve(config: bytes, fds: list[int]) -> None:
     os.environ.clear()
     os.environ.update(told["environment"])
     os.chdir(told["folder"])
+    have_own_launcher()
+    _run_server(told["flags"])
+
+
+def have_own_launcher() -> None:
+    """Fork a launcher of workers for this process. It forks engines, image processors and the keeper, too."""
     with listen() as listener:
         address = address_of(listener)
-        own_launcher = _fork_launcher(listener)
-    _run_server(told["flags"], address, own_launcher)
+        own = _fork_launcher(listener)
+    worker_launcher._address, worker_launcher._process = address, own  # type: ignore[assignment]
+    keeper_process.spawn = partial(launch, address)  # type: ignore[assignment]
+    local_backend.spawn = image_pool.spawn = partial(fork_child, address)  # type: ignore[assignment]
 
 
 def _fork_launcher(listener: socket.socket) -> _Child:
@@ -182,9 +198,7 @@ class _Child:
         os.waitpid(self.pid, 0)
 
 
-def _run_server(flags: Sequence[str], launcher_address: str, own_launcher: _Child) -> None:
-    worker_launcher._address, worker_launcher._process = launcher_address, own_launcher  # type: ignore[assignment]
-    keeper_process.spawn = partial(launch, launcher_address)  # type: ignore[assignment]
+def _run_server(flags: Sequence[str]) -> None:
     logging.getLogger().handlers.clear()  # the server configures its own
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGHUP, signal.SIGTERM):

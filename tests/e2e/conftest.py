@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import on_ray
@@ -12,8 +11,6 @@ import pytest
 from diffusers import FluxFillPipeline
 from server_process import ServerProcess, fork
 
-from core.ipc.launched_process import launch
-from engine.client.processes import keeper_process
 from entrypoints import ImageEngine
 from tools.random_checkpoints import make_flux_fill
 
@@ -27,11 +24,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _launcher(launcher: str) -> Iterator[None]:
-    """It forks the workers of all engines, and the keepers of weights of those in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keeper_process, "spawn", partial(launch, launcher))
-        yield
+def _launcher(launcher: str) -> None:
+    """It forks the workers of all engines, and what forks servers."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _engines(forked_engines: None) -> None:
+    """Those of this process are forked, too."""
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,6 +25,7 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.config import ControlNetConfig, EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
+from core.ipc.process import spawn
 from core.lora import Lora
 from core.sampling_params import SamplingParams
 from engine.client import services
@@ -33,6 +34,7 @@ from engine.client.edit_types import EditInput
 from engine.client.processes import worker_launcher as worker_launchers
 from engine.client.processes.worker_launcher import WorkerLauncher, worker_launcher
 from engine.client.upload import BytesUpload
+from engine.router import local_backend
 
 Told = list[tuple[int | None, bytes]]
 """(index of a partial image, or None for the final one; file), in the order of arrival."""
@@ -57,7 +59,7 @@ async def start(
     of_engine = {key: settings.pop(key) for key in names if key in settings}
     scheduler = SchedulerConfig(degree=degree)
     config = EngineConfig(models=(model,), scheduler=scheduler, data_parallel_size=size, **of_engine)  # type: ignore[arg-type]
-    others = processes("worker")  # those that the launcher of all tests has forked for other engines
+    others = _all()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
@@ -70,13 +72,18 @@ async def start(
                 engine.services.arena.check_integrity()
         finally:
             own = [process for process in psutil.process_iter() if folder_of(process) == folder]
-            _, left = psutil.wait_procs([*own, *set(processes("worker")).difference(others)], timeout=10)
+            _, left = psutil.wait_procs([*own, *_all().difference(others)], timeout=10)
         assert not left
         assert not os.listdir(folder)
 
 
+def _all() -> set[psutil.Process]:
+    """Processes of all kinds. Those that launchers of the tests have forked show the launchers' environment."""
+    return set(processes(""))
+
+
 def folder_of(process: psutil.Process) -> str | None:
-    """The temporary folder that a process was started with, which identifies its test even after the parent is gone."""
+    """The temporary folder that a process was spawned with, which identifies its test even after the parent is gone."""
     with suppress(psutil.Error):
         return process.environ().get("TMPDIR") if process.pid != os.getpid() else None
     return None
@@ -84,15 +91,16 @@ def folder_of(process: psutil.Process) -> str | None:
 
 def processes(kind: str) -> list[psutil.Process]:
     """Processes of this one's own engines, not of a server that other tests share, that run as "stencil-`kind`-N"; N
-    ascending. Workers are a launcher's children, and a launcher may be another's child.
+    ascending. kind: "" for all.
     """
-    found = {}
-    for child in [*psutil.Process().children(), *on_ray.engines()]:
+    found, of_servers = {}, set[int]()
+    there = [each for engine in on_ray.engines() for each in (engine, *engine.children(recursive=True))]
+    for process in [*psutil.Process().children(recursive=True), *there]:  # each after its parent
         with suppress(psutil.NoSuchProcess):
-            if "entrypoints.serve" not in child.cmdline():
-                family = [child, *child.children()]
-                family += [each for other in family[1:] if _name(other, "launcher") for each in other.children()]
-                found |= {process: _name(process, kind) for process in family}
+            if process.ppid() in of_servers or "entrypoints.serve" in process.cmdline():
+                of_servers.add(process.pid)
+            else:
+                found[process] = _name(process, kind)
     return sorted((process for process, name in found.items() if name), key=found.__getitem__)
 
 
@@ -244,6 +252,7 @@ def shim(
     (folder / "sitecustomize.py").write_text(inject + "\n" + hooks + _PROVEN.format(proven_seconds) + _SHIM)
     on_ray.inject(folder)
     patch.setenv("PYTHONPATH", str(folder))
+    patch.setattr(local_backend, "spawn", spawn)  # a forked engine has imported everything
     with worker_launcher.used() as launcher:
         patch.setattr(worker_launchers, "spawn", partial(ForkedLauncher, launcher))
     patch.setattr(worker_launchers, "MAIN", "faulty_launcher:serve")

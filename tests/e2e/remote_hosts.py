@@ -1,4 +1,6 @@
-"""Engines in processes of their own, as on another machine: nothing is shared but a TCP connection over loopback."""
+"""Engines in processes of their own, as on another machine: nothing is shared but a TCP connection over loopback. Their
+hosts are forked, each with a launcher of its own, see `forked_server.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 import uvloop
+from forked_processes import fork_child
+from forked_server import have_own_launcher, warm_process
 
 from core.config import EngineConfig
-from core.ipc.process import SpawnedProcess, readable, spawn
+from core.ipc.process import ChildProcess, readable
 from core.ipc.shared_array import Arena
 from engine.client import services
 from engine.cluster.engine_host import EngineHost
@@ -25,6 +29,7 @@ RECORDED_BYTES = 1 << 16
 
 def main(config: bytes, fds: list[int]) -> None:
     """Entry point of a host's process."""
+    have_own_launcher()
     settings = msgspec.msgpack.decode(config, type=HostConfig)
 
     async def run() -> None:
@@ -103,7 +108,7 @@ class ProcessHost:
     placed = 0.0
 
     def __init__(self, config: EngineConfig, hosts: list[ProcessHost]) -> None:
-        self.process: SpawnedProcess | None = None
+        self.process: ChildProcess | None = None
         self.config = config
         self.epoch, self.key = 0, b""  # once it listens
         self.relay = Relay()
@@ -116,7 +121,8 @@ class ProcessHost:
         ours, theirs = os.pipe()
         try:
             name = f"stencil-host-{self.config.data_parallel_rank}"
-            self.process = spawn("remote_hosts:main", msgspec.msgpack.encode(config), [theirs], name)
+            order = msgspec.msgpack.encode(config)
+            self.process = fork_child(warm_process().address, "remote_hosts:main", order, [theirs], name)
             os.close(theirs)
             await readable(ours)
             address = msgspec.msgpack.decode(os.read(ours, 4096), type=HostAddress)

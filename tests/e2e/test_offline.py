@@ -248,11 +248,21 @@ def interrupted_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def left_since(before: set[psutil.Process]) -> list[psutil.Process]:
+    """Children that were not there before and do not end by themselves."""
+    _, alive = psutil.wait_procs(children() - before, timeout=5)
+    return alive
+
+
 def test_ctrl_c_while_the_model_loads_leaves_no_process(tiny_checkpoint: Path) -> None:
-    before = {child.pid for child in psutil.Process().children()}
+    before = children()
     with pytest.raises(KeyboardInterrupt), interrupted_after(0.5):
         ImageEngine(str(tiny_checkpoint))
-    assert {child.pid for child in psutil.Process().children()} <= before
+    assert not left_since(before)
 
 
 def test_ctrl_c_aborts_the_edits(image_engine: ImageEngine) -> None:
@@ -282,12 +292,12 @@ def test_a_long_prompt_is_cut_and_reported(image_engine: ImageEngine) -> None:
 
 def test_a_model_that_cannot_be_loaded_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text('{"_class_name": "NoSuchPipeline"}')
-    before = {child.pid for child in psutil.Process().children()}
+    before = children()
     with pytest.raises(ConfigError, match="NoSuchPipeline"):
         ImageEngine(str(tmp_path), data_parallel_size=2)
     with pytest.raises(ConfigError, match="--offload host: on a CPU"):
         ImageEngine(device="cpu", offload="host")
-    assert {child.pid for child in psutil.Process().children()} <= before
+    assert not left_since(before)
 
 
 # ------------------------------------------------------------------------------------------------ the async engine

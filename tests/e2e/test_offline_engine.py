@@ -171,7 +171,8 @@ def test_bytes_that_are_no_message_do_not_end_the_engine(engine: ImageEngine) ->
 
 def test_a_broken_message_that_waited_for_an_engine_fails_when_one_is_up(engine: ImageEngine) -> None:
     inner = engine._engine
-    next(child for child in psutil.Process().children() if "stencil-engine-0" in child.cmdline()).kill()
+    running = psutil.Process().children(recursive=True)
+    next(child for child in running if "stencil-engine-0" in child.cmdline()).kill()
 
     async def broken() -> list[object]:
         while inner.services.engines.is_ready:

@@ -242,14 +242,13 @@ def assert_one_line(result: tuple[int, str], status: int, *words: str) -> None:
 def test_port_in_use(server_flags: tuple[str, ...], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        result = run_to_its_end(tmp_path, *server_flags, "--port", port)
+        result = run_to_its_end(tmp_path, *server_flags, "--port", port, begin=spawn_forked)
     assert_one_line(result, 1, port, "Address already in use")
 
 
 def test_unknown_host(server_flags: tuple[str, ...], tmp_path: Path) -> None:
-    assert_one_line(
-        run_to_its_end(tmp_path, *server_flags, "--host", "no.such.host.invalid"), 1, "no.such.host.invalid"
-    )
+    flags = (*server_flags, "--host", "no.such.host.invalid")
+    assert_one_line(run_to_its_end(tmp_path, *flags, begin=spawn_forked), 1, "no.such.host.invalid")
 
 
 def test_host_that_is_no_valid_name(server_flags: tuple[str, ...], tmp_path: Path) -> None:
@@ -259,7 +258,7 @@ def test_host_that_is_no_valid_name(server_flags: tuple[str, ...], tmp_path: Pat
 
 
 def test_temporary_folder_too_deep_for_a_socket(server_flags: tuple[str, ...], tmp_path: Path) -> None:
-    assert_one_line(run_to_its_end(tmp_path, *server_flags, scratch="x" * 110), 1, "TMPDIR")
+    assert_one_line(run_to_its_end(tmp_path, *server_flags, scratch="x" * 110, begin=spawn_forked), 1, "TMPDIR")
 
 
 def test_names_with_line_breaks_forge_no_line(server_flags: tuple[str, ...], tmp_path: Path) -> None:
@@ -312,7 +311,7 @@ def test_bad_flag_and_help(tmp_path: Path) -> None:
 
 
 def test_weights_of_a_cpu_are_in_host_memory_already(tmp_path: Path) -> None:
-    refused = run_to_its_end(tmp_path, "--device", "cpu", "--offload", "host")
+    refused = run_to_its_end(tmp_path, "--device", "cpu", "--offload", "host", begin=spawn_forked)
     assert_one_line(refused, 1, "--offload host", "on a CPU all weights are in host memory anyway")
 
 

@@ -1,12 +1,18 @@
 """`python -m entrypoints.models`: the families and checkpoints that can be served.
 
-The child process that reads checkpoints takes seconds to start, so most tests run its code in this process.
+The child process that reads checkpoints takes seconds of processor time to start, so most tests run its code in this
+process.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -16,13 +22,30 @@ from safetensors.torch import load_file, save_file
 
 from core.config import EMBEDDED_MODEL
 from core.page_scheme import PageLayout
+from entrypoints import models
 from entrypoints.models import _describe, main
+from model_executor.checkpoint import describe as child
 from model_executor.checkpoint.describe import describe
 from tools.random_checkpoints import make_sd3
 from tools.random_dit_checkpoints import make_dit
 from tools.random_unet_checkpoints import make_sdxl
 
 
+@pytest.fixture
+def _without_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child's code runs here."""
+
+    def run(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        assert command[:3] == [sys.executable, "-m", child.__name__]
+        out, err = io.TextIOWrapper(io.BytesIO()), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            status = child.main(command[3:])
+        return subprocess.CompletedProcess(command, status, out.buffer.getvalue(), err.getvalue().encode())
+
+    monkeypatch.setattr(models.subprocess, "run", run)
+
+
+@pytest.mark.usefixtures("_without_child")
 def test_families_are_listed_with_their_pipelines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     told = capsys.readouterr().out
@@ -98,6 +121,7 @@ def test_a_quantised_weight_is_counted_once(tmp_path: Path) -> None:
     assert told_of(path) == told
 
 
+@pytest.mark.usefixtures("_without_child")
 def test_adapters_that_fit_are_described_and_others_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,7 +37,7 @@ def test_others_that_are_named_take_its_place() -> None:
 
 
 @pytest.fixture(scope="module")
-def edited() -> tuple[list[Case], Edited]:
+def edited(forked_engines: None) -> tuple[list[Case], Edited]:
     """Held-out edits by the embedded model as `python -m entrypoints.serve` serves it."""
     asked = held_out(True, CASES)
     with ImageEngine(dtype="float32", threads=1) as engine:

@@ -1,4 +1,8 @@
-"""The image pool with its real processes: load, deaths, cancellation, shutdown."""
+"""The image pool with its real processes: load, deaths, cancellation, shutdown.
+
+A launcher of these tests forks them, since their imports take a third of a second of processor time each; where they
+must leave with their parent, they are spawned.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 import pytest
+from forked_processes import fork_child, light_launcher
 from PIL import Image
 
 from core.config import ImageConfig
@@ -143,7 +148,7 @@ def processors(pool: ImagePool) -> list[psutil.Process]:
 
 
 def children() -> set[int]:
-    return {child.pid for child in psutil.Process().children()}
+    return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 def anonymous_kilobytes(pid: int) -> int:
@@ -169,6 +174,13 @@ async def busy_processor(pool: ImagePool) -> psutil.Process:
         while process.cpu_times().user < before + 0.1:
             await asyncio.sleep(0.005)
     return process
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked() -> Iterator[None]:
+    with light_launcher("engine.images.image_processor") as launcher, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(image_pool, "spawn", functools.partial(fork_child, launcher))
+        yield
 
 
 @pytest.fixture
