@@ -9,6 +9,7 @@ import importlib
 import os
 import pickle
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,8 +38,8 @@ def fork(launcher: str, target: str, config: bytes, fds: Sequence[int], name: st
 def fork_child(
     launcher: str, target: str, config: bytes, fds: Sequence[int], name: str, *, remove: Sequence[str] = ()
 ) -> LaunchedProcess:
-    """As `fork`, for an engine or an image processor, which have no launcher in the product: it collects garbage, as a
-    spawned one does. remove: see `core.ipc.process.spawn`; not if a signal ends it."""
+    """As `fork`, for an engine or an image processor, which have no launcher in the product: it collects garbage and
+    heeds SIGTERM, as a spawned one does. remove: see `core.ipc.process.spawn`; not if a signal ends it."""
     return fork(launcher, f"{__name__}:run_child", pickle.dumps((target, config, list(remove))), fds, name)
 
 
@@ -48,6 +49,7 @@ def run_child(config: bytes, fds: list[int]) -> None:
     for folder in remove:
         on_parent_gone(partial(shutil.rmtree, folder, ignore_errors=True))
     gc.enable()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     module, _, function = target.partition(":")
     getattr(importlib.import_module(module), function)(own, fds)
 

@@ -148,8 +148,9 @@ class RemoteEngine:
             if not serving.cancelled() and (failed := serving.exception()) is not None:
                 error = first_error(failed)
                 self._end(str(error) or type(error).__name__)
-                if not isinstance(error, StencilError):
-                    logger.error("an engine of another machine has failed", exc_info=error, extra=of_request(""))
+                bugs = failed.split(StencilError)[1] if isinstance(failed, BaseExceptionGroup) else failed
+                if bugs is not None and not isinstance(bugs, StencilError):
+                    logger.error("an engine of another machine has failed", exc_info=bugs, extra=of_request(""))
             self._near.close()
             end = asyncio.create_task(self._end_host(), name="end-host")
             self._ending.add(end)

@@ -1,8 +1,9 @@
 """Finds and checks the weight files of one part of a checkpoint: safetensors in one file or in shards, possibly in
 several variants.
 
-A variant is the same weights in another dtype. Its name is part of the file names, as in diffusers and transformers:
-`fp16` in `model.fp16.safetensors` and `model.fp16-00001-of-00002.safetensors`. "" is the unnamed variant.
+A variant is the same weights in another dtype, or others for the same part, as `non_ema`. Its name is part of the file
+names, as in diffusers and transformers: `fp16` in `model.fp16.safetensors` and
+`model.fp16-00001-of-00002.safetensors`. "" is the unnamed variant.
 """
 
 from __future__ import annotations

@@ -388,8 +388,8 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def _is_out_of_means(error: Exception) -> bool:
-    """Whether this process, or the machine, may open no more files at the moment: that says nothing of a file."""
-    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+    """Whether this process, or the machine, may open or lock no more files now: that says nothing of a file."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOLCK)
 
 
 def _remove(path: Path) -> bool:

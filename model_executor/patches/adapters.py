@@ -44,9 +44,8 @@ the sum of their ranks."""
 DEFAULT_ALPHA = 8
 """peft's, of a configuration that has none."""
 
-CHANGES_MODEL = ("pissa", "corda", "olora", "loftq")
-"""How values of peft's `init_lora_weights` begin that have it take what training started from out of the model's own
-weights, also when it loads an adapter."""
+CHANGES_MODEL = ("pissa", "corda", "olora", "lora_ga", "loftq")
+"""How values of peft's `init_lora_weights` begin with which training changes the model's own weights as well."""
 
 CONVERT_ERRORS = (*LOAD_ERRORS, AssertionError, AttributeError, IndexError, TypeError, RecursionError)
 """What diffusers' converters raise for files that they mistake for another format."""
@@ -322,10 +321,8 @@ def _check_config(config: Mapping[str, Any]) -> None:
         raise ValueError(UNSUPPORTED["dora_scale"])
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(CHANGES_MODEL):
-        raise ValueError(
-            f"its init_lora_weights is {start[:40]}, so it is for a model whose weights peft changes; save it with "
-            "path_initial_model_for_weight_conversion"
-        )
+        remedy = "" if start.lower() == "loftq" else "; save it with path_initial_model_for_weight_conversion"
+        raise ValueError(f"its init_lora_weights is {start[:40]}, so it is for a model with changed weights{remedy}")
 
 
 def _number(name: str, value: Any) -> float:

@@ -181,9 +181,11 @@ test("an edit is made by the model that is shown, though its facts cannot be had
     await page.fill("#prompt", "a hat");
     await page.route("**/v1/models", (route) => route.fulfill({ status: 503, body: "busy" }));
     await page.selectOption("#served", "plain");
-    await page.locator(".toast.error", { hasText: "status 503" }).waitFor();
-    await page.click("#run");
-    await page.locator(".toast.error", { hasText: "status 503" }).nth(1).waitFor();
+    for (let failures = 0; failures < 2; failures += 1) {
+      if (failures) await page.click("#run");
+      await page.locator(".toast.error", { hasText: "status 503" }).waitFor();
+      await dismissMessages(page);
+    }
     assert.equal(await page.evaluate(() => window.sentForms.length), 0);
     await page.unroute("**/v1/models");
     await page.click("#run");

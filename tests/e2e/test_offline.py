@@ -260,7 +260,7 @@ def left_since(before: set[psutil.Process]) -> list[psutil.Process]:
 
 def test_ctrl_c_while_the_model_loads_leaves_no_process(tiny_checkpoint: Path) -> None:
     before = children()
-    with pytest.raises(KeyboardInterrupt), interrupted_after(0.5):
+    with pytest.raises(KeyboardInterrupt), interrupted_after(0.2):
         ImageEngine(str(tiny_checkpoint))
     assert not left_since(before)
 

@@ -76,10 +76,10 @@ async def test_an_engine_that_is_stopped_is_killed_with_its_workers(pair: AsyncE
     for process in reversed(gone):
         process.suspend()
     await until(lambda: pair.alive == (False, True))
+    assert pair.replicas[0][0] == "restarting"
     assert_alike(await ends(tasks), expected)
     _, alive = psutil.wait_procs(gone, timeout=10)
     assert not alive
-    assert pair.replicas[0] == ("restarting", 1)
     await until(lambda: all(pair.alive))
     assert [state for state, _ in pair.replicas] == ["serving", "serving"]
     restarts, _, finished = (now - then for now, then in zip(counts(pair), before, strict=True))

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iter
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
-from core.errors import OverloadedError
+from core.errors import OverloadedError, StencilError
 from core.routing.queue_places import Newcomer, displaced_by
 from engine.client.admission.not_ready import CLOSING_RETRY_SECONDS
 from engine.client.sessions.cancel_scope import CancelScope
@@ -43,7 +43,7 @@ class RunningSessions:
         self._idle.clear()
         try:
             yield
-        except Exception:
+        except StencilError:
             session.has_failed = True
             raise
         finally:

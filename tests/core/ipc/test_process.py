@@ -21,7 +21,7 @@ import uvloop
 
 from core.errors import EngineError
 from core.ipc import process
-from core.ipc.process import EX_PARENT_GONE, ChildProcess, spawn
+from core.ipc.process import EX_PARENT_GONE, ChildProcess, readable, spawn
 from core.ipc.ring import Channel
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
@@ -252,3 +252,15 @@ async def test_exit_code_of_a_child_whose_lifeline_ends() -> None:
     child._open_fds[0] = os.open("/dev/null", os.O_RDONLY)
     assert await child.wait() == EX_PARENT_GONE
     assert child.describe_exit() == "exit code 69 (its parent is gone)"
+
+
+async def test_a_watch_that_cannot_be_made_leaves_nothing() -> None:
+    read_end, write_end = os.pipe()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        await readable(read_end, -1)
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.write(write_end, b"x")
+    await asyncio.wait_for(readable(read_end), 10.0)
+    os.close(read_end)
+    os.close(write_end)

@@ -86,7 +86,7 @@ def test_a_missing_file_and_a_missing_directory_are_misses(files: PageFiles) -> 
     assert not read(files, "another key")[0]
 
 
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOLCK])
 def test_a_process_that_can_open_no_more_removes_no_sound_files(
     files: PageFiles, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:

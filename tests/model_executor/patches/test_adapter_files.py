@@ -181,7 +181,7 @@ def test_pefts_default_alpha_is_that_of_a_configuration_without(tiny_checkpoint:
     assert torch.equal(read(path)["x_embedder"], told["x_embedder"])
 
 
-@pytest.mark.parametrize("start", ["pissa", "pissa_niter_16", "corda", "OLoRA", "loftq"])
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_16", "corda", "OLoRA", "lora_ga", "loftq"])
 @pytest.mark.parametrize("has_folder", [True, False], ids=["peft", "diffusers"])
 def test_what_belongs_to_a_changed_model_is_refused(
     tiny_checkpoint: Path, tmp_path: Path, start: str, has_folder: bool

@@ -22,7 +22,7 @@ export function acceptFiles(input, zone, use) {
 
 /** Keep the browser from leaving the page for what is dropped on it. Text goes into the field that it is dragged to. */
 export function keepPage() {
-  const isText = ({ target, dataTransfer }) => target.matches?.("textarea, input:not([type=radio], [type=range], [type=file])") && !dataTransfer.types.includes("Files");
+  const isText = ({ target, dataTransfer }) => target.matches?.("textarea:read-write, input:read-write") && !dataTransfer.types.includes("Files");
   for (const type of ["dragover", "drop"]) window.addEventListener(type, (event) => isText(event) || event.preventDefault());
 }
 

@@ -43,7 +43,8 @@ let model = null; // the chosen one; null until the server told
 let examples = [];
 let picture = null; // what is edited
 let connecting = null; // the promise of `connect`, while it waits
-let opening = 0; // number of the last picture asked for: an earlier one that comes later is dropped
+let asked = 0; // pictures so far
+let opened = 0; // number of the one that is open: what was asked for before it is dropped
 let running = null; // AbortController while an edit runs
 let shown = null; // the history entry on the stage, null while the mask is drawn
 
@@ -51,11 +52,11 @@ let shown = null; // the history entry on the stage, null while the mask is draw
 
 /** Open the picture that `read` resolves to, see picture.js. example: that it is of. */
 async function open(read, example = null) {
-  const number = (opening += 1);
+  const number = (asked += 1);
   try {
-    const opened = await read();
-    if (number !== opening) return;
-    setPicture(opened);
+    const found = await read();
+    if (number < opened) return;
+    setPicture(found, number);
     mask.reset(stage.size);
     offerParts(example);
   } catch (error) {
@@ -67,15 +68,16 @@ function openFile(blob, name) {
   return open(() => openPicture(blob, name));
 }
 
-function setPicture(opened) {
-  opening += 1; // of an entry of the history: what was asked for before comes too late
+/** number: one of the history is asked for now. */
+function setPicture(found, number = (asked += 1)) {
+  opened = number;
   running?.abort();
   tools.cancel();
   finder.cancel();
-  picture = opened;
-  stage.showPicture(opened.view);
+  picture = found;
+  stage.showPicture(found.view);
   showResult(null);
-  markExample(byId("gallery"), examples, examples.find(({ url }) => url === opened.url) ?? null);
+  markExample(byId("gallery"), examples, examples.find(({ url }) => url === found.url) ?? null);
   fitBrush();
   tellSize();
 }
@@ -177,7 +179,7 @@ async function run() {
     return;
   }
   try {
-    if (!model) await connect(); // they declined to give a key, or it still loads
+    if (!served.length) await connect(); // they declined to give a key, or it still loads
     while (model?.id !== byId("served").value) await choose(); // its facts have not come yet, or could not be had
     await Promise.all([references.settled, controlPicture.settled]);
     if (!(await finder.settled)) return; // why is told
@@ -427,7 +429,7 @@ async function start() {
 async function offerExamples() {
   examples = await readExamples();
   showGallery(byId("gallery"), examples, openExample);
-  if (!opening) await openExample(examples[0]);
+  if (!asked) await openExample(examples[0]);
 }
 
 /** Wait until the server tells what it serves. */
