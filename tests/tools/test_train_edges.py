@@ -64,7 +64,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]
     torch.manual_seed(0)
     trainer = Trainer(TINY, work, BUDGET)
     trainer.pool.grow()
-    set_rate(trainer.optimisers, 1e-2)
+    set_rate(trainer.optimisers, 3e-3)
     examples, errors = trainer.pool.steered(TINY.batch), list[float]()
     for _ in range(STEPS):
         torch.manual_seed(7)
