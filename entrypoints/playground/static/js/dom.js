@@ -7,7 +7,7 @@ export function byId(id) {
   return element;
 }
 
-/** Tell a text in a live region: read out when it changes, and not each time it is told. */
+/** Write a text into a live region unless it is there already, since screen readers read out all that is written. */
 export function tell(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
