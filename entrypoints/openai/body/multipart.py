@@ -38,9 +38,10 @@ class Part:
         return self.filename == "" and self.received == 0
 
     async def text(self) -> str:
-        """The part as text. Raises InvalidRequestError if it is not UTF-8."""
+        """The part as text, with newlines as the user typed them: browsers send each as CR LF (HTML standard,
+        multipart/form-data encoding algorithm). Raises InvalidRequestError if it is not UTF-8."""
         try:
-            return (await self.content.read()).decode()
+            return (await self.content.read()).decode().replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             raise InvalidRequestError(f"Invalid '{self.name}': not valid UTF-8.", param=self.name) from error
 

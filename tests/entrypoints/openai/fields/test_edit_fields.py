@@ -426,7 +426,16 @@ async def test_any_order_and_spooled_file(client: httpx.AsyncClient, engine: Fak
     response = await client.post("/v1/images/edits", files=files)
     assert response.status_code == 200
     assert engine.files["image"] == big
-    assert engine.last.prompt == 'last\r\nname="x"'
+    assert engine.last.prompt == 'last\nname="x"'
+
+
+async def test_a_forms_prompts_have_the_newlines_of_a_json_body(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """Browsers send CR LF in forms; what a JSON body has is left as it is."""
+    texts = {"prompt": "a hat\n\nof wool", "negative_prompt": "\nred"}
+    await post_edit(client, **{name: text.replace("\n", "\r\n") for name, text in texts.items()})
+    assert (engine.last.prompt, engine.last.sampling.negative_prompt) == tuple(texts.values())
+    await post_json(client, {"images": [{"image_url": data_url(b"image")}], "prompt": "a\r\nb"})
+    assert engine.last.prompt == "a\r\nb"
 
 
 # --------------------------------------------------------------------------------------------------------- JSON
