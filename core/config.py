@@ -150,6 +150,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"--batch-invariant cannot hold with --quantization {self.quantization}, whose products sum in another "
                 "order for other numbers of rows; give --quantization none, or leave --batch-invariant out"
             )
+        if NO_SEGMENTER in self.segmenter and len(self.segmenter) > 1:
+            raise InvalidRequestError(f"Invalid 'segmenter': {NO_SEGMENTER} is given beside others.", param="segmenter")
         names = [self.name, *(adapter.name for adapter in self.adapters)]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ConfigError(f"--lora {twice}: adapters need names of their own, other than the model's")
