@@ -88,7 +88,7 @@ def _engines(file: Path, table: object) -> dict[int, tuple[str, ...]]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        content = tomllib.loads(file.read_text("utf-8"))
+        content = tomllib.loads(file.read_text("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the catalog {file}: {error.strerror}") from error
     except ValueError as error:  # of TOML, or of UTF-8

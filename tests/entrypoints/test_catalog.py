@@ -183,6 +183,11 @@ def test_a_bad_controlnet_is_named(folder: Path, line: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+def test_a_catalog_may_begin_with_a_byte_order_mark(folder: Path) -> None:
+    (folder / "models.toml").write_text("[[model]]\nname = 'one'\n", encoding="utf-8-sig")
+    assert [model.name for model in read_catalog(folder / "models.toml", COMMON).models] == ["one"]
+
+
 def test_a_catalog_that_cannot_be_read_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(["--catalog", str(folder / "gone.toml")], capsys)
     assert f"cannot read the catalog {folder}/gone.toml: No such file or directory" in line
@@ -343,6 +348,14 @@ def test_the_embedded_model_has_a_segmenter_of_its_own() -> None:
     assert of() == of("--segmenter", "stencil-embedded-segmenter") == (EMBEDDED_SEGMENTER,)
     assert of("--segmenter", "none") == of("--model", "some/model") == ()
     assert of("--segmenter", "a/b", "--segmenter", "c") == ("a/b", "c")
+
+
+def test_no_segmenter_beside_one_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for values in (("none", "a/b"), ("a/b", "none")):
+        flags = [word for value in values for word in ("--segmenter", value)]
+        assert "argument --segmenter: Invalid 'segmenter': none is given beside others" in refused(flags, capsys)
+    with pytest.raises(ConfigError, match="model 1: segmenter: .*none is given beside others"):
+        read_catalog(catalog(folder, "[[model]]\nsegmenter = ['none', 'a/b']"), COMMON)
 
 
 THREE = "[[model]]\nname = 'base'\npath = 'fill'\nrefiner = 'polish'\n" + "".join(

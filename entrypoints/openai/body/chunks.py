@@ -53,11 +53,12 @@ def _check_content_length(request: Request, limit: int) -> None:
 
 async def read_text(request: Request, limit: int) -> str:
     """Read a body of text in UTF-8 of at most `limit` bytes, whatever type it says it has: curl says that it is a form.
-    Raises as `read_chunks`, and InvalidRequestError.
+    A byte order mark, with which some editors begin a file, is no part of it. Raises as `read_chunks`, and
+    InvalidRequestError.
     """
     body = b"".join([chunk async for chunk in read_chunks(request, limit)])
     try:
-        return body.decode()
+        return body.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"The body is not UTF-8 text: {error.reason} at byte {error.start}.") from error
 

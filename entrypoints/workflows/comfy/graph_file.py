@@ -39,7 +39,7 @@ class GraphFile:
                 data = file.read(MAX_BYTES + 1)
             if len(data) > MAX_BYTES:  # cut off, perhaps within a letter
                 raise WorkflowError(f"{path}: has more than {MAX_BYTES} bytes", node="")
-            text = data.decode()
+            text = data.decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise WorkflowError(f"{path}: cannot be read: {error}", node="") from error
         try:

@@ -43,6 +43,11 @@ async def test_a_file_is_registered_and_deleted(client: httpx.AsyncClient, engin
     assert_refused(await client.delete(f"{ROUTE}/twice", headers=ADMIN), 404, "model_not_found", "model")
 
 
+async def test_a_file_may_begin_with_a_byte_order_mark(client: httpx.AsyncClient) -> None:
+    answer = await client.post(ROUTE, content=TEXT.encode("utf-8-sig"), headers=ADMIN)
+    assert [workflow["id"] for workflow in answer.json()["data"]] == ["twice"]
+
+
 async def test_the_address_says_whose_pictures_are_made(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     address = f"{ROUTE}?model=tiny/fill&refiner=polish&second=other%20one"
     assert (await client.post(address, content=TEXT, headers=ADMIN)).status_code == 200

@@ -330,6 +330,13 @@ def test_what_no_workflow_can_say_is_refused_by_node_and_class(name: str) -> Non
     assert caught.value.node in make()
 
 
+def test_a_graphs_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    plain, marked = tmp_path / "plain.json", tmp_path / "marked.json"
+    plain.write_text(json.dumps(refined()))
+    marked.write_text(json.dumps(refined()), encoding="utf-8-sig")
+    assert GraphFile.read(marked).program == GraphFile.read(plain).program.replace("plain", "marked")
+
+
 def test_an_engine_that_has_the_model_of_a_graph_has_the_graph(tmp_path: Path) -> None:
     file = tmp_path / "two models.json"
     file.write_text(json.dumps(refined()))
