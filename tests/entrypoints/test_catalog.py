@@ -354,7 +354,7 @@ def test_no_segmenter_beside_one_is_refused(folder: Path, capsys: pytest.Capture
     for values in (("none", "a/b"), ("a/b", "none")):
         flags = [word for value in values for word in ("--segmenter", value)]
         assert "argument --segmenter: Invalid 'segmenter': none is given beside others" in refused(flags, capsys)
-    with pytest.raises(ConfigError, match="model 1: segmenter: .*none is given beside others"):
+    with pytest.raises(ConfigError, match=r"model 1: segmenter: .*none is given beside others"):
         read_catalog(catalog(folder, "[[model]]\nsegmenter = ['none', 'a/b']"), COMMON)
 
 
