@@ -167,6 +167,71 @@ test("a result becomes the picture that is edited next", () =>
     assert.ok((await lastForm(page)).files.image.equals(readFileSync(first)));
   }));
 
+test("who types meanwhile keeps the focus when a result is opened", () =>
+  desktop(async (page) => {
+    await openPlayground(page, OPEN_URL);
+    await drag(page, [0.42, 0.4], [0.6, 0.55]);
+    await edit(page, "a purple shirt");
+    await page.evaluate(() => {
+      document.querySelector("#use-result").click();
+      document.querySelector("#prompt").focus();
+    });
+    await page.waitForFunction(() => document.querySelector("#coverage").textContent.startsWith("Paint"));
+    await page.waitForTimeout(200); // the focus would go after this
+    assert.equal(await page.evaluate(() => document.activeElement.id), "prompt");
+    await drag(page, [0.42, 0.4], [0.6, 0.55]);
+    await edit(page, "a red shirt");
+    await page.focus("#use-result"); // which is gone then
+    await page.keyboard.press("Enter");
+    await page.waitForFunction(() => document.activeElement.id === "area");
+  }));
+
+test("of two parts chosen quickly the second one is selected, though its mask comes first", () =>
+  desktop(async (page) => {
+    await openPlayground(page, OPEN_URL);
+    let release;
+    const released = new Promise((resolve) => {
+      release = resolve;
+    });
+    await page.route("**/person-shirt.png*", async (route) => {
+      await released;
+      await route.continue();
+    });
+    await page.locator("#parts button").nth(0).click();
+    await page.locator("#parts button").nth(1).click();
+    await page.waitForFunction(() => document.querySelector("#coverage").textContent.startsWith("The mask covers"));
+    const selected = await selectedShare(page);
+    const late = page.waitForResponse(/person-shirt/);
+    release();
+    await (await late).finished();
+    await page.waitForTimeout(500); // it would be decoded and selected
+    assert.equal(await selectedShare(page), selected);
+    assert.match(await page.inputValue("#prompt"), /trousers/);
+  }));
+
+test("a held Enter sends the form once", () =>
+  desktop(async (page) => {
+    await openPlayground(page, OPEN_URL);
+    await drag(page, [0.42, 0.4], [0.6, 0.55]);
+    await page.fill("#prompt", "a purple shirt");
+    await page.click("text=Advanced");
+    for (const [index, field] of ["#seed", "#run"].entries()) {
+      await page.focus(field);
+      await page.keyboard.down("Enter");
+      await page.waitForFunction((number) => window.sentForms.length === number, index + 1);
+      for (let times = 0; times < 2; times += 1) await page.keyboard.down("Enter"); // it is held
+      await page.keyboard.up("Enter");
+      await page.waitForSelector("#result:not([hidden])");
+      await page.waitForFunction(() => document.querySelector("#run").textContent === "Edit");
+      assert.equal(await page.evaluate(() => window.sentForms.length), index + 1);
+      await page.click("#back-to-mask");
+    }
+    await page.focus("#prompt");
+    for (let times = 0; times < 3; times += 1) await page.keyboard.down("Enter");
+    await page.keyboard.up("Enter");
+    assert.match(await page.inputValue("#prompt"), /\n\n\n/, "in a text it makes lines");
+  }));
+
 test("tools, undo and redo", () =>
   desktop(async (page) => {
     await openPlayground(page, OPEN_URL);
@@ -331,6 +396,27 @@ test("pictures can be dropped and pasted", () =>
       await page.locator("#gallery button").nth(1).click();
       await page.waitForSelector("#parts-box:not([hidden])");
     }
+  }));
+
+test("text that is pasted with a picture of it stays text where text is typed", () =>
+  desktop(async (page) => {
+    await openPlayground(page, OPEN_URL);
+    const isOurs = await page.evaluate(
+      (bytes) =>
+        ["#prompt", "#seed", "#area"].map((selector) => {
+          const data = new DataTransfer(); // as office programs copy it
+          data.setData("text/plain", "a hat");
+          data.setData("text/html", "<p>a hat</p>");
+          data.items.add(new File([new Uint8Array(bytes)], "image.png", { type: "image/png" }));
+          const field = document.querySelector(selector);
+          field.closest("details")?.setAttribute("open", "");
+          field.focus();
+          return !field.dispatchEvent(new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true }));
+        }),
+      [...readFileSync(PERSON)],
+    );
+    assert.deepEqual(isOurs, [false, false, true]);
+    await page.waitForFunction(() => document.querySelector("#parts-box").hidden);
   }));
 
 test("a photo of twelve megapixels is masked, edited and given back at its size", () =>

@@ -51,3 +51,14 @@ export function canvasOf(bitmap, attributes = {}) {
   canvas.getContext("2d").drawImage(bitmap, 0, 0);
   return canvas;
 }
+
+/** Call `send()` when a form is sent, but once for an Enter that is held: it would stop what it has begun. */
+export function onSubmit(form, send) {
+  form.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && event.repeat && !event.target.matches("textarea")) event.preventDefault();
+  });
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    send();
+  });
+}

@@ -8,6 +8,7 @@ import { el } from "./dom.js";
 export function acceptFiles(input, zone, use) {
   const take = (event, place, { files }) => {
     if (event.defaultPrevented || !files.length || !zone.contains(place)) return;
+    if (event.type === "paste" && takesText(place) && isText(event.clipboardData)) return;
     event.preventDefault();
     use([...files]);
   };
@@ -22,8 +23,17 @@ export function acceptFiles(input, zone, use) {
 
 /** Keep the browser from leaving the page for what is dropped on it. Text goes into the field that it is dragged to. */
 export function keepPage() {
-  const isText = ({ target, dataTransfer }) => target.matches?.("textarea:read-write, input:read-write") && !dataTransfer.types.includes("Files");
-  for (const type of ["dragover", "drop"]) window.addEventListener(type, (event) => isText(event) || event.preventDefault());
+  const goesIn = ({ target, dataTransfer }) => takesText(target) && !dataTransfer.types.includes("Files");
+  for (const type of ["dragover", "drop"]) window.addEventListener(type, (event) => goesIn(event) || event.preventDefault());
+}
+
+function takesText(element) {
+  return element.matches?.("textarea:read-write, input:read-write") ?? false;
+}
+
+/** Whether it is text of which there is a picture too, as office programs copy it. A picture of a web page has HTML alone, a file its name alone. */
+function isText({ types }) {
+  return types.includes("text/plain") && types.includes("text/html");
 }
 
 /** Download it. */

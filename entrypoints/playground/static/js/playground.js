@@ -4,7 +4,7 @@ import { comparison } from "./comparison.js";
 import { ControlPicture } from "./control-picture.js";
 import { copyText } from "./copy.js";
 import { costStrip } from "./cost.js";
-import { byId, el, tell } from "./dom.js";
+import { byId, el, onSubmit, tell } from "./dom.js";
 import { acceptFiles, base64Of, keepPage, save } from "./files.js";
 import { duration, percent } from "./format.js";
 import { markExample, readExamples, showChips, showGallery } from "./gallery.js";
@@ -45,6 +45,7 @@ let picture = null; // what is edited
 let connecting = null; // the promise of `connect`, while it waits
 let asked = 0; // pictures so far
 let opened = 0; // number of the one that is open: what was asked for before it is dropped
+let selections = 0; // parts so far that were asked for: the last one is selected
 let running = null; // AbortController while an edit runs
 let shown = null; // the history entry on the stage, null while the mask is drawn
 
@@ -96,9 +97,10 @@ function offerParts(example) {
 
 async function selectPart(garment) {
   const of = picture;
+  const number = (selections += 1);
   try {
     const bitmap = await createImageBitmap(await fileAt(garment.maskUrl));
-    if (picture !== of) return;
+    if (picture !== of || number < selections) return;
     backToMask();
     mask.select(bitmap);
     const isOurs = !byId("prompt").value || examples.some(({ garments }) => garments.some(({ prompts }) => prompts.includes(byId("prompt").value)));
@@ -357,7 +359,7 @@ function fileName(entry) {
 
 async function useResult() {
   if (shown) await openFile(shown.blob, fileName(shown));
-  stage.area.focus(); // the button is gone
+  if ([byId("use-result"), document.body].includes(document.activeElement)) stage.area.focus(); // the button is gone
 }
 
 /** Say what went wrong; what is nobody's fault goes to the console as well. */
@@ -376,10 +378,7 @@ function report(error) {
 function wire() {
   mask.addEventListener("change", onMaskChange);
   byId("margin").addEventListener("input", onMaskChange);
-  byId("form").addEventListener("submit", (event) => {
-    event.preventDefault();
-    run();
-  });
+  onSubmit(byId("form"), run);
   for (const radio of document.getElementsByName("tool")) {
     radio.addEventListener("change", () => {
       tools.name = radio.value;
@@ -387,10 +386,7 @@ function wire() {
       backToMask();
     });
   }
-  byId("words-form").addEventListener("submit", (event) => {
-    event.preventDefault();
-    find(() => finder.byWords(picture));
-  });
+  onSubmit(byId("words-form"), () => find(() => finder.byWords(picture)));
   byId("served").addEventListener("change", () => choose().catch(report));
   byId("brush-size").addEventListener("input", ({ target }) => {
     tools.size = Number(target.value);

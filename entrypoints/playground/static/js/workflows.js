@@ -1,6 +1,6 @@
 // The page of workflows: a form for each one that the server lists, and what it makes.
 import { ApiError, get, runWorkflow } from "./api.js";
-import { byId, el, tell } from "./dom.js";
+import { byId, el, onSubmit, tell } from "./dom.js";
 import { save } from "./files.js";
 import { duration } from "./format.js";
 import { Inputs } from "./inputs.js";
@@ -16,10 +16,7 @@ let running = null; // AbortController while one runs
 let urls = []; // of the pictures that are shown
 
 async function start() {
-  byId("form").addEventListener("submit", (event) => {
-    event.preventDefault();
-    run().catch(report);
-  });
+  onSubmit(byId("form"), () => run().catch(report));
   byId("workflow").addEventListener("change", choose);
   await waitForModels((text) => tell(byId("model"), text));
   const { data } = await get("v1/models");
