@@ -37,6 +37,10 @@ MAX_TEXT_TOKENS = 512
 MAX_SIDE = 200
 """Tokens. The image processor rejects pictures whose long side is over 200 times the short one."""
 
+OPENING = "user\n"
+"""The chat's text between its last special token and a prompt without picture. It is encoded together with the prompt:
+two newlines are one token."""
+
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 UNSUPPORTED = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")
@@ -105,7 +109,7 @@ class Qwen(NoisedTemplate):
 
     def _frame(self, picture: str = "") -> tuple[list[int], list[int]]:
         """Tokens of the chat template before and after a prompt. picture: placeholder for it, if there is one."""
-        before = f"<|im_start|>system\n{self.system}<|im_end|>\n<|im_start|>user\n{picture}"
+        before = f"<|im_start|>system\n{self.system}<|im_end|>\n<|im_start|>{OPENING}{picture}"
         after = "<|im_end|>\n<|im_start|>assistant\n"
         return self._tokenizer(before).input_ids, self._tokenizer(after).input_ids
 
@@ -155,13 +159,14 @@ class QwenInpaint(Qwen):
     ) -> EncodedText:
         """As encode_prompt, which cuts prompt and chat template together."""
         before, after = self._frame()
-        words = self._prompt_ids(prompt)
-        ids, length = [*before, *words, *after], self.dropped + max_sequence_length
+        opening, words = self._prompt_ids(OPENING), self._prompt_ids(OPENING + prompt)
+        ids = [*before[: -len(opening)], *words, *after]
+        length = self.dropped + max_sequence_length
         hidden = self._hidden_states(ids[:length])
         return EncodedText(
             prompt_embeds=hidden,
             pooled_prompt_embeds=hidden.new_empty(0),
-            num_tokens=min(len(words), max_sequence_length),
+            num_tokens=min(len(words) - len(opening), max_sequence_length),
             truncated=len(ids) > length,
         )
 

@@ -3,6 +3,7 @@ pipelines, float32."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -156,6 +157,23 @@ def test_an_embedding_equals_the_pipelines(rig: Rig, size: tuple[int, int]) -> N
     image = {"image": Image.fromarray(picture(0, size))} if rig.family.text_sees_template else {}
     theirs, _ = rig.pipeline.encode_prompt(PROMPT, **image)
     torch.testing.assert_close(encode(rig, PROMPT, 512, size=size).prompt_embeds, theirs[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_newline_at_the_beginning_of_a_prompt_is_encoded_as_in_the_pipeline(tmp_path: Path, arena: Arena) -> None:
+    """The published tokenizer has a token for two newlines: here the chat's and the prompt's."""
+    path = make_qwen(tmp_path / "plain")
+    file = path / "tokenizer/tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["ĊĊ"] = content["model"]["vocab"].pop("Ń")  # a byte that is in no prompt here
+    content["model"]["merges"] = [["Ċ", "Ċ"]]
+    file.write_text(json.dumps(content))
+    rig = Rig(path, arena, QwenImageInpaintPipeline)
+    theirs, _ = rig.pipeline.encode_prompt("\nhat")
+    text = encode(rig, "\nhat", 512)
+    torch.testing.assert_close(text.prompt_embeds, theirs[0], rtol=1e-4, atol=1e-4)
+    assert text.num_tokens == len("hat")
+    rig.pages.close()
 
 
 @pytest.mark.parametrize("size", [(128, 128), (16, 256), (400, 32), (32, 48)])
