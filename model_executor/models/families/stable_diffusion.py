@@ -371,9 +371,11 @@ class StableDiffusionXL(UnetFamily):
 
     def prepare(self, part: str, module: nn.Module) -> Any:
         """Keeps the VAE in float32 where its configuration says force_upcast, as the pipeline does: it overflows in
-        float16."""
+        float16. In bfloat16 only its encoder."""
         if part == "vae" and self._is_widened:
-            module.float()
+            is_whole = self._checkpoint.dtype == torch.float16
+            for half in [module] if is_whole else filter(None, [module.encoder, module.quant_conv]):
+                half.float()
         return super().prepare(part, module)
 
     def recipe(self, part: str) -> str:
@@ -381,7 +383,7 @@ class StableDiffusionXL(UnetFamily):
 
     @property
     def _is_widened(self) -> bool:
-        return self._vae_config.get("force_upcast", True) and self._checkpoint.dtype == torch.float16
+        return self._vae_config.get("force_upcast", True) and self._checkpoint.dtype != torch.float32
 
     @property
     def text_recipe(self) -> str:

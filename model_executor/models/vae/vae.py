@@ -26,7 +26,7 @@ class Vae(ABC):
     """Pictures are float [1, 3, height, width], about -1..1; latents [1, channels, height / scale, width / scale].
 
     module: the diffusers VAE; its weights must not change afterwards. dtype: of pictures and latents, in which noise is
-    drawn; by default the module's, in which it computes. device: of pictures and latents; by default the module's.
+    drawn; by default the module's, in which it encodes. device: of pictures and latents; by default the module's.
     """
 
     def __init__(self, module: Any, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
@@ -117,6 +117,7 @@ class ImageVae(Vae):
         silu_in_place(module)
         super().__init__(module, dtype, device)
         self._decoder = RegionDecoder(module)
+        self._decodes_in: torch.dtype = module.decoder.conv_in.weight.dtype
         self._shift: float = module.config.get("shift_factor") or 0.0
 
     @property
@@ -145,7 +146,7 @@ class ImageVae(Vae):
 
     def _unscaled(self, latents: Tensor) -> Tensor:
         unscaled = latents / self._module.config.scaling_factor + self._shift
-        return unscaled.to(self._computes_in)  # type: ignore[no-any-return]
+        return unscaled.to(self._decodes_in)  # type: ignore[no-any-return]
 
 
 def copied_in_bfloat16(module: nn.Module) -> nn.Module:

@@ -295,13 +295,29 @@ def test_rows_of_one_size_share_a_pass_where_they_may(rig: Rig, monkeypatch: pyt
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["sd1", "sdxl-inpaint"])
 def test_half_precision_works(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
-    """SDXL's VAE overflows in float16, so it stays in float32."""
+    """SDXL's VAE overflows in float16, so it stays in float32; in bfloat16 its encoder does."""
     make, options = KINDS[kind]
     name = str(dtype).removeprefix("torch.")
     models = ResidentModels.open([ModelConfig(model=str(make(tmp_path / kind, **options)), dtype=name)])
     models.load_all()
     (family,) = models.families.values()
     assert edit_once(family, 64, 12).float().std() > 10
-    is_widened = kind == "sdxl-inpaint" and dtype == torch.float16
-    assert family._vae.dtype == (torch.float32 if is_widened else dtype)  # type: ignore[attr-defined]
+    assert family._vae.dtype == (torch.float32 if kind == "sdxl-inpaint" else dtype)  # type: ignore[attr-defined]
     assert family.encode_template(torch.zeros(64, 64, 3, dtype=torch.uint8)).dtype == dtype
+
+
+@torch.inference_mode()
+def test_in_bfloat16_pictures_are_encoded_in_float32_as_in_the_pipeline(tmp_path: Path, arena: Arena) -> None:
+    """Where the VAE's configuration says force_upcast; the pipeline decodes in bfloat16 again."""
+    parts = {"in_bfloat16": True, "add_watermarker": False}
+    rig = Rig(make_sdxl(tmp_path / "xl"), arena, StableDiffusionXLInpaintPipeline, **parts)
+    family: Any = rig.family
+    image = torch.randint(0, 2, (1, 3, 64, 64), generator=torch.Generator().manual_seed(1)) * 2.0 - 1.0
+    theirs = rig.pipeline._encode_vae_image(image.bfloat16(), torch.Generator().manual_seed(2))
+    mine = family._posterior_sample(image, torch.Generator().manual_seed(2), True)
+    torch.testing.assert_close(mine.bfloat16(), theirs)
+    decoded = rig.pipeline.vae.decode(theirs / rig.pipeline.vae.config.scaling_factor).sample
+    assert decoded.dtype == torch.bfloat16
+    assert (family._vae.decode(mine) - decoded.float()).abs().mean() < 0.01  # rounding
+    assert family._vae._module.decoder.conv_in.weight.dtype == torch.bfloat16
+    rig.pages.close()
