@@ -30,12 +30,22 @@ class PreparedGroups:
 class GroupPatches(PartPatches[PreparedGroups]):
     """The adapters of one denoiser."""
 
-    def __init__(self, module: nn.Module, groups: Groups, whole: str, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Groups,
+        whole: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        fits_narrow: bool,
+    ) -> None:
         """whole: name of the part that runs as a whole, row by row; "": there is none. device, dtype: of computing;
-        packed layers may no longer hold weights to read them from."""
+        packed layers may no longer hold weights to read them from. fits_narrow: see `Denoiser.fits_narrow_adapters`."""
         part = module.get_submodule(whole) if whole else nn.Module()
         self.whole: ModulePatches[Any] = ModulePatches(part, device, dtype, lambda part: part)
         self._groups, self._prefix, self._device, self._dtype = groups, f"{whole}.", device, dtype
+        self._fits_narrow = fits_narrow
         self._names = {layer: name for name, layer in module.named_modules()}
 
     def prepare(self, adapter: Adapter, layers: Layers) -> PreparedGroups:
@@ -68,8 +78,8 @@ class GroupPatches(PartPatches[PreparedGroups]):
         if low is None:
             return None
         inputs, outputs = _sizes(layer)
-        # As diffusers does with an adapter of FLUX.1 dev in Fill, whose first layer reads more.
-        low = LowRank(nn.functional.pad(low.down, (0, max(0, inputs - low.down.shape[1]))), low.up)
+        if self._fits_narrow and (missing := inputs - low.down.shape[1]) > 0:
+            low = LowRank(nn.functional.pad(low.down, (0, missing)), low.up)
         adapter.check_size(name, low, inputs, outputs)
         return adapter.converted(name, low, self._device, self._dtype)
 

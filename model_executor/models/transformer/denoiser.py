@@ -106,6 +106,9 @@ class Denoiser(ABC):
     """The part of the transformer that runs as a whole, row by row, to embed noise level and prompt; "": there is
     none."""
 
+    fits_narrow_adapters: ClassVar[bool] = False
+    """Whether an adapter may know only a layer's first inputs; it then leaves the others alone."""
+
     def __init__(
         self, module: Any, num_train_timesteps: int, operators: Operators | None = None, *, owns_module: bool = False
     ) -> None:
@@ -120,7 +123,14 @@ class Denoiser(ABC):
         self._pack = keeps_packed(nbytes, self.dtype, self._operators.kernels)
         self._groups: dict[tuple[nn.Module, ...], AnyGroup] = {}  # layers -> their group
         self._build()
-        self.patches = GroupPatches(module, self._groups, self.embedding, self._device, self.dtype)
+        self.patches = GroupPatches(
+            module,
+            self._groups,
+            self.embedding,
+            self._device,
+            self.dtype,
+            fits_narrow=self.fits_narrow_adapters,
+        )
         if owns_module and self._pack:
             _unmap(module)
         self._last_modulation: Last[ModulationInputs, Tensor] = Last()

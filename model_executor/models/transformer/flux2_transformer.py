@@ -27,6 +27,7 @@ class Flux2Transformer(FluxTransformer):
     follow those of the image, at the same rows and columns; text tokens are counted on an axis of their own."""
 
     rows_per_token = 2
+    fits_narrow_adapters = False
     embedding: ClassVar[str] = "time_guidance_embed"
 
     def _make_blocks(self) -> list[Block]:

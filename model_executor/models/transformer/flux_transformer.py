@@ -23,6 +23,9 @@ from model_executor.patches.batch_patches import Where
 class FluxTransformer(TextDenoiser):
     """Double blocks, then single ones; rotary positions; guidance, where the model has an embedding for it."""
 
+    # As diffusers' FluxLoraLoaderMixin: an adapter of FLUX.1 dev is used in Fill, whose first layer reads more.
+    fits_narrow_adapters = True
+
     @staticmethod
     def _count_pages(config: Mapping[str, Any]) -> int:
         return int(config["num_layers"] + config["num_single_layers"])

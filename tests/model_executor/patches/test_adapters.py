@@ -356,6 +356,10 @@ def test_an_adapter_for_another_model(fill: Path, tmp_path: Path) -> None:
     refused(fill, other, "transformer_blocks.*which is no linear layer of this transformer")
     other = make_lora(tmp_path / "wide.safetensors", wide, "context_embedder")
     refused(fill, other, "it takes context_embedder from 96 to 64 numbers, the layer from 64 to 64")
+    narrow = load_file(make_lora(tmp_path / "narrow.safetensors", sd3, "context_embedder"))
+    narrow = {key: x[:, :48].contiguous() if "lora_A" in key else x for key, x in narrow.items()}
+    save_file(narrow, tmp_path / "narrow.safetensors")
+    refused(sd3, tmp_path / "narrow.safetensors", "it takes context_embedder from 48 to ")
 
 
 def test_an_adapter_for_another_unet(tmp_path: Path) -> None:
