@@ -15,10 +15,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from core.ipc.logs import of_request
+from model_executor.device_failures import is_out_of_memory
 from model_executor.graphs.static_rows import StaticRows, key_of
 from model_executor.kernels.held import holding
 from model_executor.models.base import Row
@@ -29,7 +29,7 @@ MAX_GRAPHS = 24
 """Graphs that a denoiser keeps; the least recently replayed one goes first. One of a FLUX step has some 600 nodes."""
 
 MAX_SHAPES = 256
-"""Shapes that are remembered: those that came once, and those that could not be captured."""
+"""Shapes that are remembered: those that came once, and those whose pass does what cannot be captured."""
 
 Forward = Callable[[Sequence[Row]], list[Tensor]]
 """A pass over rows, which neither waits for the device nor reads what a tensor contains."""
@@ -133,7 +133,8 @@ class StepGraphs:
         return _own_part(outputs, rows, is_copied=False)
 
     def clear(self) -> None:
-        """Drop all graphs; their shapes may be captured again."""
+        """Drop all graphs; their shapes may be captured again. Refused shapes stay refused: their passes do what cannot
+        be captured, however much memory there is."""
         self._graphs.clear()
         self._seen.clear()
         if self._capture is not None:
@@ -160,12 +161,12 @@ class StepGraphs:
     def _give_up(self, key: Hashable, error: RuntimeError) -> None:
         assert self._capture is not None
         logger.warning("a step is not captured as a CUDA graph, and runs as it is: %s", error, extra=of_request(""))
-        if isinstance(error, torch.OutOfMemoryError):
-            self.clear()
-        elif self._capture.is_broken:
+        if self._capture.is_broken:
             logger.error("no step is captured any more, since a capture could not be ended", extra=of_request(""))
             self.clear()
             self._capture = None
+        elif is_out_of_memory(error):
+            self.clear()
         else:
             _note(self._refused, key)
 

@@ -454,13 +454,21 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureF
     assert len([record for record in caplog.records if "not permitted" in record.message]) == 1
 
 
-def test_without_memory_all_graphs_are_dropped_and_made_again_later() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: out of memory"),  # while a graph is instantiated
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_without_memory_all_graphs_are_dropped_and_made_again_later(error: RuntimeError) -> None:
     fake = Fake()
     graphs = StepGraphs(fake)
     for _ in range(3):
         graphs.run([sized(4)], None, plus_one)
     assert len(graphs) == 1
-    fake.error = torch.OutOfMemoryError("CUDA out of memory")
+    fake.error = error
     for _ in range(2):
         assert torch.equal(graphs.run([sized(5)], None, plus_one)[0], torch.ones(5, 2))
     assert len(graphs) == 0
@@ -471,8 +479,20 @@ def test_without_memory_all_graphs_are_dropped_and_made_again_later() -> None:
     assert len(graphs) == 1
 
 
-def test_after_a_capture_that_could_not_be_ended_nothing_is_captured() -> None:
-    graphs = StepGraphs(Fake(RuntimeError("capture invalidated"), is_broken=True))
+def test_a_shape_that_cannot_be_captured_is_not_tried_again_once_graphs_are_dropped() -> None:
+    fake = Fake(RuntimeError("operation not permitted when stream is capturing"))
+    graphs = StepGraphs(fake)
+    for _ in range(2):
+        graphs.run([sized(4)], None, plus_one)
+    graphs.clear()
+    for _ in range(3):
+        graphs.run([sized(4)], None, plus_one)
+    assert graphs.stats.failed == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("capture invalidated"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_after_a_capture_that_could_not_be_ended_nothing_is_captured(error: RuntimeError) -> None:
+    graphs = StepGraphs(Fake(error, is_broken=True))
     for number in (4, 4, 5, 5):
         assert torch.equal(graphs.run([sized(number)], None, plus_one)[0], torch.ones(number, 2))
     assert graphs.stats.failed == 1
