@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-_EMBEDDING = "embedding:"
+_EMBEDDING = re.compile(r"(?:^|\s|(?<!\\)[()])embedding:", re.IGNORECASE)
+"""A word that names a file: at the beginning, after a space, or after a parenthesis that is not escaped."""
 
 _SIGNS = re.compile(r"\\[()]|.", re.DOTALL)
 """An escaped parenthesis, whatever is before it, or another character."""
@@ -15,7 +16,7 @@ def plain_text(text: str) -> str:
     are escaped, \\( and \\), or end with ``:1)``. Raises ValueError that says why it cannot be read here: text encoders
     have no weights of words, nor words that are files.
     """
-    if any(word.lower().startswith(_EMBEDDING) for word in text.split()):
+    if _EMBEDDING.search(text):
         raise ValueError("a word names an embedding's file, and none is read here")
     found, opened, closed = list[str](), list[int](), 0
     for each in _SIGNS.findall(text):
