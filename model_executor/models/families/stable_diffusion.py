@@ -60,6 +60,9 @@ MIDDLE = "UNetMidBlock2DCrossAttn"
 CLIP_WIDTH = 512
 """CLIP's hidden_size and projection_dim where its configuration has none."""
 
+OLD, OLD_SIDE = tuple(f"0.{minor}." for minor in range(9)), 64
+"""Versions of diffusers before 0.9.0, and the least side of latents that its UNets were trained on."""
+
 UNSUPPORTED = (
     "class_embed_type",
     "num_class_embeds",
@@ -158,8 +161,14 @@ class UnetFamily(TimestepFamily):
     def _outline_patches_of(self, part: str) -> AnyPatches:
         return unarranged(self._checkpoint.outline(part))
 
+    @property
+    def _trained_side(self) -> int:
+        """Side of the square that it was trained on, in pixels of latents."""
+        side: int = self._unet_config["sample_size"]
+        return side
+
     def info(self, name: str) -> ModelInfo:
-        native_size = self._checkpoint.defaults.native_size or self._unet_config["sample_size"] * self._vae_scale
+        native_size = self._checkpoint.defaults.native_size or self._trained_side * self._vae_scale
         return self._info(
             name,
             native_size=native_size,
@@ -319,6 +328,12 @@ class StableDiffusion(UnetFamily):
         scheduler.register_to_config(**{name: value for name, value in wanted.items() if name in scheduler.config})
         return scheduler
 
+    @property
+    def _trained_side(self) -> int:
+        """Overrides that of an old checkpoint as the pipeline does: many say 32, and all were trained on more."""
+        side = super()._trained_side
+        return max(side, OLD_SIDE) if str(self._unet_config.get("_diffusers_version")).startswith(OLD) else side
+
     def _embed(self, encoders: Sequence[Any], tokens: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
         """As encode_prompt: the last layer's sequence, without a pooled output."""
         sequence: Tensor = encoders[0](tokens[0].ids.to(self._device))[0][0]
@@ -374,8 +389,9 @@ class StableDiffusionXL(UnetFamily):
         float16. In bfloat16 only its encoder."""
         if part == "vae" and self._is_widened:
             is_whole = self._checkpoint.dtype == torch.float16
-            for half in [module] if is_whole else filter(None, [module.encoder, module.quant_conv]):
-                half.float()
+            for name, child in module.named_children():
+                if is_whole or name in ("encoder", "quant_conv"):
+                    child.float()
         return super().prepare(part, module)
 
     def recipe(self, part: str) -> str:

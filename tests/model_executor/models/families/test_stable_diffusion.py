@@ -176,6 +176,22 @@ def test_the_preview_of_the_last_step_is_the_picture(rig: Rig) -> None:
     rig.do(edit.decode_plan())
 
 
+@pytest.mark.filterwarnings("ignore:The configuration file of the unet:FutureWarning")
+@pytest.mark.parametrize(("version", "is_old"), [("0.6.0", True), ("0.8.1.dev0", True), ("0.9.0", False)])
+def test_an_old_checkpoint_says_a_smaller_size_than_it_was_trained_on(
+    tmp_path: Path, version: str, is_old: bool
+) -> None:
+    """StableDiffusionInpaintPipeline overrides it, too."""
+    path = make_sd(tmp_path / "sd", native_size=64)
+    file = path / "unet/config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"_diffusers_version": version}))
+    pipeline = StableDiffusionInpaintPipeline.from_pretrained(path, safety_checker=None)
+    side = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
+    assert describe(str(path)).info.native_size == side
+    assert (side == 64) == (not is_old)
+
+
 def test_model_info_of_stable_diffusion(tmp_path: Path) -> None:
     pndm = {"scheduler_class": PNDMScheduler, "scheduler": {"skip_prk_steps": True}}
     plain = describe(str(make_sd(tmp_path / "sd", native_size=64, **pndm)))
