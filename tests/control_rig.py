@@ -124,12 +124,14 @@ def assert_kept_as_predicted(rig: Rig, edited: ControlledEdit) -> None:
     reckons. edited: of the model's native size, with most rows."""
     rig.do(edited.encode_plan())
     rig.do(StepPlan(seq=0, batches=(Batch(0, "controlnet", (0,), (edited.control_item(0),)),)))
-    series = {key: tensors for each in rig.store._series.values() for key, tensors in each.items()}
+    series = {key.name: tensors for each in rig.store._series.values() for key, tensors in each.items()}
+    kept = rig.store.kept(edited.edit.request_id, "controlnet")
     held = {
         tensor.data_ptr(): tensor.nbytes
-        for key, tensors in series.items()
+        for name, tensors in (series | kept).items()
+        if name.startswith(("control", "residuals"))
         for tensor in tensors
-        if key.name.startswith(("control", "residuals")) and tensor.is_floating_point()  # others are in host memory
+        if tensor.is_floating_point()  # others are in host memory
     }
     info = rig.family.info("tiny")
     nets = [rig.models.controlnets.nets["tiny"][each.net] for each in edited.controls]

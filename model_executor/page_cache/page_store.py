@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -95,6 +95,10 @@ class _Job:
         return (self.copy.source, self.copy.target) == ("host", "device")
 
 
+KEPT_VIEWS = 256
+"""Entries of the host tier that need no new view when they are read again, as in the next step."""
+
+
 class PageStore:
     """Holds entries by key. Its public methods are called by the one thread that computes."""
 
@@ -118,6 +122,7 @@ class PageStore:
         self._files = files
         self._on_copied = on_copied
         self._rank = rank
+        self._view = lru_cache(KEPT_VIEWS)(lambda ref: torch.from_numpy(self._host(ref)))
         self._tensors: dict[str, Tensor] = {}  # key -> uint8 [nbytes] in device memory
         self._loads: dict[str, list[_PageLoad]] = {}  # key -> under way, or failed
         self._announced: list[_PageLoad] = []  # what the next step reads, until it waits for a block
@@ -137,7 +142,7 @@ class PageStore:
         for a device entry that is not here, which is a bug in the plan, and PagesLostError for one whose load failed.
         """
         if ref.host is not None:
-            return torch.from_numpy(self._host(ref.host))
+            return self._view(ref.host)
         tensor = self._tensors.get(ref.key)
         if tensor is None and ref.key in self._loads:
             raise PagesLostError(f"pages {ref.key} did not arrive")

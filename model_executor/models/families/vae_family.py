@@ -23,7 +23,7 @@ from core.patches import PatchSet
 from model_executor.checkpoint.loader import ModelCheckpoint
 from model_executor.checkpoint.quantization import pack_int8
 from model_executor.cpu import cpu_gains_by_bfloat16
-from model_executor.host_weights import JointWeights, Weights
+from model_executor.host_weights import ON_DEVICE, JointWeights, Weights
 from model_executor.kernels.gpu_tables import upload
 from model_executor.kernels.operators import Operators, chosen_operators
 from model_executor.models.base import EncodedText, Family, ImageInputs, PreparedAdapter, SteeredModel
@@ -189,7 +189,9 @@ class VaeFamily(Family):
 
     def weights(self, component: str) -> Weights:
         parts = [part for part in self.components.get(component, ()) if part != self.denoiser_part]
-        return JointWeights([self._parts[part].weights for part in parts if part in self._parts])
+        return (
+            JointWeights([self._parts[part].weights for part in parts if part in self._parts]) if parts else ON_DEVICE
+        )
 
     def _part(self, name: str) -> Any:
         if name not in self._parts:

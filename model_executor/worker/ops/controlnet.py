@@ -15,7 +15,7 @@ from model_executor.models.controlnet.controlnet import ControlNet, Shown
 from model_executor.models.controlnet.residuals import Residuals
 from model_executor.parallel.group import Group
 from model_executor.worker.ops.context import WorkerContext
-from model_executor.worker.ops.step_inputs import KEPT, KEPT_OF_CONTROLS, StepInputs, missed
+from model_executor.worker.ops.step_inputs import StepInputs, missed
 from model_executor.worker.stores.tensor_store import MissingValueError
 
 
@@ -42,8 +42,7 @@ def _result(context: WorkerContext, item: Item) -> ItemResult:
         made += some
         context.exchange.publish(key, made)
     if work.step.step + 2 == len(inputs.sample.sigmas):
-        for name in (*KEPT, *KEPT_OF_CONTROLS):
-            context.store.free(TensorKey(item.request_id, item.node, name))
+        context.store.drop_kept(item.request_id, item.node)
     return ItemResult(item.request_id, item.node, (context.store.put_series(key, made),), is_usual=bool(work.uses))
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from core.failure import Failure
-from core.handles import ArrayRef, TensorKey
+from core.handles import ArrayRef
 from core.messages.worker import Item, ItemResult
 from core.scheduling.ops.denoise import Denoise
 from model_executor.models.base import Family, Row, SamplingState
 from model_executor.samplers.sampling import State
 from model_executor.worker.ops.context import WorkerContext
-from model_executor.worker.ops.step_inputs import KEPT, StepInputs, missed
+from model_executor.worker.ops.step_inputs import StepInputs, missed
 from model_executor.worker.stores.tensor_store import MissingValueError
 
 
@@ -60,8 +60,8 @@ def _put_step(context: WorkerContext, item: Item, named: Mapping[str, Tensor], s
     if step.kept_state is not None:
         context.shared(step.kept_state).copy_(named["latents"])
     tensors = context.put(item, named) + context.put_state(item, state)
-    for name in KEPT if step.is_last else ():
-        context.store.free(TensorKey(item.request_id, item.node, name))
+    if step.is_last:
+        context.store.drop_kept(item.request_id, item.node)
     return ItemResult(item.request_id, item.node, tensors)
 
 

@@ -1,21 +1,19 @@
-"""StepInputs: what one request's denoising step reads. What all steps of a run use is made at its first one, and kept.
-
-Tensors that are made once are named in `KEPT`. Each is a value of the step's node, beside those that the engine knows.
+"""StepInputs: what one request's denoising step reads. What all steps of a run use is made at its first one, and kept:
+a GPU has nothing to do until the host knows what a step reads.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
+from operator import is_
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
-from core.control import MAX_CONTROLS
 from core.failure import Failure
-from core.handles import EntryRef, TensorKey
+from core.handles import EntryRef
 from core.ipc.logs import of_request
 from core.messages.worker import Item, PageSpan
 from core.page_scheme import OWN_PAGES_DTYPE, PageDtype, PageLayout
@@ -31,16 +29,7 @@ from model_executor.worker.stores.tensor_store import MissingValueError
 
 logger = logging.getLogger("stencil.worker")
 
-KEPT = (
-    *("active", "template", "pages-0", "pages-1"),
-    *("modulation-0", "modulation-1", "prompt-state-0", "prompt-state-1"),
-    *("modulation-0-patched", "modulation-1-patched", "prompt-state-0-patched", "prompt-state-1-patched"),
-)
-"""What this rank keeps from the first step of a loop to its last: names in the tensor store. Those with a number belong
-to this row of a request, and those that are patched to steps with adapters: the first steps may have none."""
-
-KEPT_OF_CONTROLS = tuple(f"control-{number}" for number in range(MAX_CONTROLS))
-"""Likewise, by number of the control picture."""
+Kept = TypeVar("Kept")
 
 SERIES = ("sampler", "controls")
 """Inputs that are series of tensors."""
@@ -53,6 +42,7 @@ class StepInputs:
     def __init__(self, context: WorkerContext, item: Item, work: Denoise) -> None:
         """work: the step of the item."""
         self._context, self._item, self._work = context, item, work
+        self._run = context.store.kept(item.request_id, item.node)
         refs = {ref.input: ref for ref in item.inputs}
         self._residuals = refs.pop("residuals", None)
         self._series = {name: context.read_series(refs.pop(name)) for name in SERIES if name in refs}
@@ -82,48 +72,58 @@ class StepInputs:
 
     def rows(self) -> list[Row]:
         """One row for each prompt or class. What they share is the same tensor in all of them."""
-        work, pages = self._work, self._pages()
-        bare = self.bare_rows()
+        work, prompts, pages = self._work, self._prompts(), self._pages()
+        active, box = self._active()
+        latents, condition = self._seen(active)
         steering = self._context.read_parts(self._residuals) if self._residuals and work.is_steered else None
         rows = []
-        for number, row in enumerate(bare):
-            table = self._modulation(number, len(bare), row.pooled_prompt_embeds)
-            own = self._own_pages(number, row.latents, table)
-            whole = replace(
-                row,
-                pages=own.pages if own is not None and row.active is not None else pages,
-                own=own,
+        for number, (embeds, pooled) in enumerate(prompts):
+            table = self._modulation(number, len(prompts), pooled)
+            own = self._own_pages(number, latents, table)
+            row = Row(
+                latents=latents,
+                condition=condition,
+                grid=self.sample.grid,
+                references=self._references,
+                prompt_embeds=embeds,
+                pooled_prompt_embeds=pooled,
+                sigma=self._levels[work.step],
+                guidance_scale=work.guidance_scale,
                 modulation=_of_step(table, work.step),
-                prompt_state=self._prompt_state(number, row.prompt_embeds),
+                active=active,
+                box=box,
+                pages=own.pages if own is not None and active is not None else pages,
+                own=own,
+                full_blocks=work.full_blocks,
+                patches=work.patches,
+                prompt_state=self._prompt_state(number, embeds),
+                is_negative=number > 0 and self.family.tells_negative,
                 streamed=None if steering is None else partial(added_to, steering, number),
             )
-            rows.append(whole)
+            rows.append(row)
         return rows
 
     def bare_rows(self) -> list[Row]:
         """The rows without what only the denoiser reads: pages, and what it has made for all steps of the run."""
-        work, sample = self._work, self.sample
-        sigma = sample.sigmas[work.step]
         active, box = self._active()
-        latents, condition = self._seen(active, sigma)
-        prompts = self._prompts() if work.class_label is None else self._classes(work.class_label)
+        latents, condition = self._seen(active)
         return [
             Row(
                 latents=latents,
                 condition=condition,
+                grid=self.sample.grid,
+                references=self._references,
                 prompt_embeds=embeds,
                 pooled_prompt_embeds=pooled,
-                sigma=sigma,
-                guidance_scale=work.guidance_scale,
-                grid=sample.grid,
-                references=self._references,
+                sigma=self._levels[self._work.step],
+                guidance_scale=self._work.guidance_scale,
                 active=active,
                 box=box,
-                full_blocks=work.full_blocks,
-                patches=work.patches,
+                full_blocks=self._work.full_blocks,
+                patches=self._work.patches,
                 is_negative=number > 0 and self.family.tells_negative,
             )
-            for number, (embeds, pooled) in enumerate(prompts)
+            for number, (embeds, pooled) in enumerate(self._prompts())
         ]
 
     @property
@@ -132,9 +132,8 @@ class StepInputs:
         return self._series["controls"]
 
     def control(self, number: int, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What a ControlNet has made of a control picture at the run's first step. number: of the picture, one of
-        `KEPT_OF_CONTROLS`."""
-        return self._kept(KEPT_OF_CONTROLS[number], make)
+        """What a ControlNet has made of a control picture at the run's first step. number: of the picture."""
+        return self._kept(f"control-{number}", make)
 
     # ------------------------------------------------------------------------------------------------- the picture
 
@@ -149,14 +148,12 @@ class StepInputs:
         ref = self._work.active
         if ref is None:
             return None, None
-        active, box = self._kept("active", lambda: self._upload_active(self._context.shared(ref).long()))
-        left, top, right, bottom = box.tolist()
-        return active, (left, top, right, bottom)
+        return self._kept("active", lambda: self._upload_active(self._context.shared(ref).long()))
 
-    def _upload_active(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return upload(tokens, self.sample.latents.device), torch.tensor(around(tokens, self.sample.grid[1]))
+    def _upload_active(self, tokens: Tensor) -> tuple[Tensor, Box]:
+        return upload(tokens, self.sample.latents.device), around(tokens, self.sample.grid[1])
 
-    def _seen(self, active: Tensor | None, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    def _seen(self, active: Tensor | None) -> tuple[Tensor, Tensor]:
         """(latents, condition) as the denoiser takes them. Where it sees tokens that are not active, these are the
         template's, noised like the template's pages."""
         work, family = self._work, self.family
@@ -164,7 +161,7 @@ class StepInputs:
         if active is None or not (work.full_blocks or family.sees_all_latents):
             return latents, condition
         clean, others, noise = self._kept("template", self._read_template)
-        primed = family.prime_inputs(clean, noise, sigma, others)
+        primed = family.prime_inputs(clean, noise, self._levels[work.step], others)
         mixed = primed[0].index_copy(0, active, latents[active])
         if len(condition) == len(others):  # the denoiser sees references alone
             return mixed, primed[1]
@@ -181,11 +178,17 @@ class StepInputs:
     # ------------------------------------------------------------------------------------------------- the prompts
 
     def _prompts(self) -> Sequence[tuple[Tensor, Tensor]]:
-        """(prompt_embeds, pooled_prompt_embeds) of each row, as the text encoder has made them. The lengths are in host
-        memory."""
-        lengths = self._values["text_lengths"].long().tolist()
-        pooled = self._values["pooled_prompt_embeds"]
-        return list(zip(self._values["prompt_embeds"].split(lengths), pooled, strict=True))
+        """(prompt_embeds, pooled_prompt_embeds) of each row, as the text encoder has made them, or of the class."""
+        if self._work.class_label is not None:
+            return self._classes(self._work.class_label)
+        embeds, lengths, pooled = (
+            self._values[name] for name in ("prompt_embeds", "text_lengths", "pooled_prompt_embeds")
+        )
+
+        def split() -> Sequence[tuple[Tensor, Tensor]]:
+            return list(zip(embeds.split(lengths.long().tolist()), pooled, strict=True))  # lengths are in host memory
+
+        return self._kept_of("prompts", (embeds, lengths, pooled), split)
 
     def _classes(self, label: int) -> Sequence[tuple[Tensor, Tensor]]:
         """As `_prompts`, of a class; with guidance a row of any class follows."""
@@ -194,19 +197,27 @@ class StepInputs:
 
     def _modulation(self, number: int, num_rows: int, pooled: Tensor) -> Tensor | None:
         """The family's modulation table of a row; None if it keeps none."""
-        work = self._work
-        facts = work.guidance_scale, self.sample.sigmas[:-1], num_rows, work.patches, work.cache_salt
-        inputs = ModulationInputs(pooled, *facts)
-        return self._kept_tensor(f"modulation-{number}{self._patched}", partial(self.family.modulation, inputs))
+
+        def make() -> Tensor | None:
+            work = self._work
+            facts = work.guidance_scale, self.sample.sigmas[:-1], num_rows, work.patches, work.cache_salt
+            return self.family.modulation(ModulationInputs(pooled, *facts))
+
+        return self._kept(self._name("modulation", number), make)
 
     def _prompt_state(self, number: int, embeds: Tensor) -> Tensor | None:
         make = partial(self.family.prompt_state, embeds, self._work.patches)
-        return self._kept_tensor(f"prompt-state-{number}{self._patched}", make)
+        return self._kept(self._name("prompt-state", number), make)
+
+    def _name(self, kept: str, number: int) -> str:
+        """Of what is kept for this row. It is another with adapters, which the first steps may have to do without."""
+        return f"{kept}-{number}{'-patched' if self._work.patches else ''}"
 
     @property
-    def _patched(self) -> str:
-        """The end of names of what adapters change, see `KEPT`."""
-        return "-patched" if self._work.patches else ""
+    def _levels(self) -> Sequence[Tensor]:
+        """The run's noise levels, float32 scalars."""
+        sigmas = self.sample.sigmas
+        return self._kept_of("levels", (sigmas,), sigmas.unbind)
 
     # --------------------------------------------------------------------------------------------------- the pages
 
@@ -246,23 +257,24 @@ class StepInputs:
         layout = self._page_layout(OWN_PAGES_DTYPE)
         before = latents if step == self._work.step else self._last[0]
         entry, made = self._kept(f"pages-{number}", lambda: OwnPages.room(layout, self._num_tokens, before.device))
-        sigma, modulation = self.sample.sigmas[step], _of_step(table, step)
+        sigma, modulation = self._levels[step], _of_step(table, step)
         return OwnPages(layout, self._num_tokens, entry, made, step, before, sigma, modulation)
 
     # ------------------------------------------------------------------------------------------------------ keeping
 
-    def _kept(self, name: str, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What `make` has made at the run's first step. name: one of `KEPT`."""
-        key = TensorKey(self._item.request_id, self._item.node, name)
-        if not (kept := self._context.store.get_series(key)):
-            kept = make()
-            self._context.store.put_series(key, kept)
+    def _kept(self, name: str, make: Callable[[], Kept]) -> Kept:
+        """What `make` has made at the run's first step."""
+        if name not in self._run:
+            self._run[name] = make()
+        kept: Kept = self._run[name]
         return kept
 
-    def _kept_tensor(self, name: str, make: Callable[[], Tensor | None]) -> Tensor | None:
-        """As `_kept`, of one tensor; None if `make` makes nothing."""
-        kept = self._kept(name, lambda: tuple(made for made in (make(),) if made is not None))
-        return kept[0] if kept else None
+    def _kept_of(self, name: str, sources: tuple[Tensor, ...], make: Callable[[], Kept]) -> Kept:
+        """What `make` has last made of these tensors; it is made again when one of them is another."""
+        last: tuple[tuple[Tensor, ...], Kept] | None = self._run.get(name)
+        if last is None or not all(map(is_, last[0], sources)):
+            last = self._run[name] = sources, make()
+        return last[1]
 
 
 def missed(item: Item, error: MissingValueError) -> Failure:

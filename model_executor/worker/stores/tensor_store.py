@@ -7,6 +7,7 @@ The engine counts references and says what to free. One thread reads and writes 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from math import prod
 from typing import Any, Protocol
 
@@ -51,6 +52,7 @@ class TensorStore:
         self._arena = arena
         self._tensors: dict[str, dict[TensorKey, Tensor]] = {}  # request id -> key -> tensor
         self._series: dict[str, dict[TensorKey, tuple[Tensor, ...]]] = {}  # likewise, of series
+        self._kept: dict[str, dict[str, dict[str, Any]]] = {}  # request id -> node -> see `kept`
 
     # ------------------------------------------------------------------------------------------------ its own
 
@@ -87,17 +89,34 @@ class TensorStore:
         """Delete what is under a key, or all of a request's when `node` and `name` are empty. Keys that are not on this
         rank are ignored: a batch that was to make a value may have failed.
         """
+        if not (key.node or key.name):
+            for all_of_it in (self._tensors, self._series, self._kept):
+                all_of_it.pop(key.request_id, None)
+            return
         kinds: tuple[dict[str, Any], ...] = (self._tensors, self._series)
-        for kept in kinds:
-            mine = kept.get(key.request_id, {})
-            if key.node or key.name:
-                mine.pop(key, None)
-            if not mine or not (key.node or key.name):
-                kept.pop(key.request_id, None)
+        for kind in kinds:
+            mine = kind.get(key.request_id, {})
+            mine.pop(key, None)
+            if not mine:
+                kind.pop(key.request_id, None)
+
+    def kept(self, request_id: str, node: str) -> dict[str, Any]:
+        """What a node keeps here from one of its runs to the next, by names of its own. The engine does not know of it.
+        It goes with the request.
+        """
+        return self._kept.setdefault(request_id, {}).setdefault(node, {})
+
+    def drop_kept(self, request_id: str, node: str) -> None:
+        """Delete what a node has kept, after the last of its runs."""
+        mine = self._kept.get(request_id, {})
+        mine.pop(node, None)
+        if not mine:
+            self._kept.pop(request_id, None)
 
     def __len__(self) -> int:
-        series = (each for kept in self._series.values() for each in kept.values())
-        return sum(len(tensors) for tensors in self._tensors.values()) + sum(map(len, series))
+        series = (each for mine in self._series.values() for each in mine.values())
+        kept = (names for nodes in self._kept.values() for names in nodes.values())
+        return sum(len(tensors) for tensors in self._tensors.values()) + sum(map(len, chain(series, kept)))
 
     # ------------------------------------------------------------------------------------------------ of all ranks
 

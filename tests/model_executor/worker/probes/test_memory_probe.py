@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import closing
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,8 +165,10 @@ def test_the_bytes_kept_per_request_equal_those_in_the_tensor_store(tiny_checkpo
         while not any(batch.op == "denoise" for batch in engine.step()):
             pass
         store = engine.runner._context.store
-        (tensors,), (series,) = store._tensors.values(), store._series.values()
-        held = [*tensors.values(), *chain.from_iterable(series.values())]
+        ((request_id, tensors),) = store._tensors.items()
+        assert not store._series, "its sampler has no state"
+        own = [made for made in store.kept(request_id, "denoise").values() if isinstance(made, torch.Tensor)]
+        held = [*tensors.values(), *own]  # whatever else is kept are views of these
         kept = Batches(engine.family, info).kept_bytes(num_states=2)
         assert 0.99 < kept / sum(tensor.nbytes for tensor in held) <= 1.0
 
@@ -193,8 +194,8 @@ def test_a_mask_aware_run_of_a_unet_keeps_the_templates_latents_and_noise(tmp_pa
         store, seen = engine.runner._context.store, list[tuple[int, ...]]()
         for _ in range(100):
             if any(batch.op == "denoise" for batch in engine.step()):
-                series = {key.name: tensors for each in store._series.values() for key, tensors in each.items()}
-                seen.append(tuple(tensor.data_ptr() for tensor in series.get("template", ())))
+                kept = [nodes["denoise"] for nodes in store._kept.values()]
+                seen.append(tuple(tensor.data_ptr() for each in kept for tensor in each.get("template", ())))
         assert len(seen) == 4
         assert len(set(seen[:3])) == 1
         assert len(seen[0]) == 3, "the template's, those of no references, and the noise"

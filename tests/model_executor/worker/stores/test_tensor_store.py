@@ -161,3 +161,23 @@ def test_export_needs_a_large_enough_place(arena: Arena) -> None:
         tensors.export(ref)
     with pytest.raises(MissingValueError, match="holds no tensor"):
         tensors.export(TensorRef(SAMPLER, 0, handle=handle(arena, 4)))
+
+
+def test_what_a_node_keeps_goes_with_it_or_with_the_request(arena: Arena) -> None:
+    tensors = store(arena)
+    tensors.kept("r1", "denoise")["table"] = torch.ones(2)
+    tensors.kept("r1", "controlnet")["embedded"] = None
+    tensors.kept("r2", "denoise")["table"] = torch.zeros(2)
+    assert torch.equal(tensors.kept("r1", "denoise")["table"], torch.ones(2))
+    assert len(tensors) == 3
+    tensors.put(KEY, torch.zeros(1))
+    tensors.free(KEY)
+    assert len(tensors) == 3
+    tensors.drop_kept("r1", "denoise")
+    tensors.drop_kept("r1", "denoise")  # a step that is tried again drops it again
+    assert tensors.kept("r1", "denoise") == {}
+    assert len(tensors) == 2
+    tensors.free(TensorKey("r1", "", ""))
+    assert len(tensors) == 1
+    tensors.drop_kept("r2", "denoise")
+    assert len(tensors) == 0
