@@ -114,7 +114,7 @@ class EngineReplica:
             if not self._may_restart():
                 break
             await self._wait_to_restart(error)
-            if self._stopping.is_set():
+            if self._ends:
                 break
             self._restart()
         self.give_up(error)
@@ -133,9 +133,15 @@ class EngineReplica:
         return client.error
 
     def _may_restart(self) -> bool:
-        """Whether to restart: not if no such engine ever was ready or it keeps dying, as it would fail again."""
+        """Whether to restart: not if no such engine ever was ready or it keeps dying, as it would fail again, nor if it
+        would get no request."""
         may_restart = self._restarts.may_restart(time.monotonic(), PROVEN_SECONDS)
-        return may_restart and not self._stopping.is_set() and self._models is not None
+        return may_restart and not self._ends and self._models is not None
+
+    @property
+    def _ends(self) -> bool:
+        """Whether it is not started any more."""
+        return self._stopping.is_set() or self.is_draining
 
     async def _wait_to_restart(self, error: StencilError) -> None:
         seconds = self._restarts.next_wait()
