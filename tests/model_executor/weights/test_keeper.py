@@ -283,6 +283,19 @@ def test_weights_that_cannot_be_loaded_are_told_with_their_cause(
     assert worker.take(VAE, config, "vae") is not None, "it serves on"
 
 
+def test_a_worker_without_a_descriptor_for_weights_says_so(
+    worker: TakenWeights, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel drops those that a process has no room for. The keeper is told that they are not used."""
+    with monkeypatch.context() as patch:
+        patch.setattr(taking, "receive", lambda connection: (connection.recv(local_sockets.MESSAGE_BYTES), None))
+        with pytest.raises(EngineError, match="may open no more files"):
+            worker.take(VAE, config, "vae")
+    worker.drop_unused()
+    vae, _ = worker.take(VAE, config, "vae")
+    assert isinstance(vae, nn.Module)
+
+
 def test_a_keeper_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch, config: ModelConfig) -> None:
     monkeypatch.setattr(taking, "PATIENCE_SECONDS", 0.1)
     with local_sockets.listen() as listener:  # nobody accepts
