@@ -115,6 +115,8 @@ class HostCourier(Courier):
 
     def place(self, request_id: str, offset: int, total: int) -> npt.NDArray[np.uint8]:
         """See Peer."""
+        if total <= 0:
+            raise MessageError(f"an array of {total} bytes at {offset}, which {request_id!r} cannot have")
         refs = self._held.setdefault(request_id, _Held()).refs
         if offset not in refs:
             refs[offset] = self._allocator.alloc(total)

@@ -280,6 +280,13 @@ async def test_arrays_that_nobody_asked_for_are_refused() -> None:
                 way.server.place(name, offset, total)
 
 
+@pytest.mark.parametrize("total", [0, -1])
+async def test_arrays_that_no_request_can_have_are_refused(total: int) -> None:
+    """Whatever comes ends the engine's host in order, and is no bug of its own."""
+    with closing(Way(seed=1, loss=0.0)) as way, pytest.raises(MessageError, match="which 'edit' cannot have"):
+        way.host.place("edit", 64, total)
+
+
 @pytest.mark.parametrize("last", ["terminal", "engine failed"])
 async def test_memory_of_requests_that_have_ended_is_not_written(last: str) -> None:
     way = Way(seed=1, loss=0.0)
