@@ -131,10 +131,6 @@ class ActivationCacheManager:
                 self._tally.misses += 1
         return True
 
-    def fits(self, wants: Iterable[WantedEntry], rank: int = 0) -> bool:
-        """Whether these entries can be reserved together when nothing else is pinned."""
-        return self._table.fits(wants, rank)
-
     def fill(self, key: str) -> None:
         """Note that an EMPTY entry has been primed; ValueError if it is not EMPTY."""
         entry = self._table.entries.get(key)

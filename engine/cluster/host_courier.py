@@ -48,11 +48,6 @@ class HostCourier(Courier):
         self._allocator = ArenaAllocator(ends.arena)
         self._held: dict[str, _Held] = {}  # by request
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the arrays of all requests."""
-        return self._allocator.used_bytes
-
     def send(self, payload: bytes) -> None:
         """Send a message of the engine to the API server."""
         message = self._from_engine.decode(body_of(payload))
