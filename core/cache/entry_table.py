@@ -87,10 +87,6 @@ class EntryTable:
         self.evict(tier, evicted)
         return absent
 
-    def fits(self, wants: Iterable[WantedEntry], rank: int) -> bool:
-        """Whether these entries fit into their compute tiers together when these are empty."""
-        return all(tier.fits_empty(_sizes(those)) for tier, those in self._by_tier(wants, rank).items())
-
     def settle(self, want: WantedEntry, rank: int) -> Entry:
         """The entry, which has got a place on its compute tier and had none; added if it is new."""
         entry, compute = self.entries.get(want.key), self._compute_tier(want, rank)

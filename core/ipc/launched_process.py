@@ -8,7 +8,7 @@ import select
 import signal
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from core.ipc.local_sockets import MESSAGE_BYTES, connect, send
 from core.ipc.process import ChildProcess, close_sockets, config_file, header_of, lifeline, readable
@@ -22,11 +22,13 @@ ANSWER_SECONDS = 1.0
 class LaunchedProcess(ChildProcess):
     """A child that a launcher forked. It ends with the process that asked for it, and with the launcher."""
 
-    def __init__(self, name: str, connection: socket.socket, lifeline: int) -> None:
-        """connection: to the launcher, about this child alone. lifeline: as of a `SpawnedProcess`. Both are owned by
-        this object until the child has ended."""
+    def __init__(self, name: str, connection: socket.socket, spare: socket.socket, lifeline: int) -> None:
+        """connection: to the launcher, about this child alone. spare: a duplicate, in whose place the descriptor comes
+        that shows the child's end: where this process has no other left, the kernel would drop it. lifeline: as of a
+        `SpawnedProcess`. All are owned by this object until the child has ended."""
         super().__init__(name, pid=0)
         self._connection = connection
+        self._spare = spare
         self._lifeline = lifeline
         self._pidfds: list[int] = []  # of the child, once it is forked
         self._is_launcher_gone = False
@@ -40,6 +42,8 @@ class LaunchedProcess(ChildProcess):
         a moment, too. -SIGKILL also if the launcher did not report its end, see `describe_exit`."""
         while self._code is None:
             try:
+                self._connection.recv(1, socket.MSG_PEEK)
+                self._spare.close()
                 message, fds, _, _ = socket.recv_fds(self._connection, MESSAGE_BYTES, 1)
             except BlockingIOError:
                 return None
@@ -109,6 +113,7 @@ class LaunchedProcess(ChildProcess):
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)  # wakes all waiters: each watches a duplicate
         self._connection.close()
+        self._spare.close()
         for fd in (self._lifeline, *self._pidfds):
             os.close(fd)
 
@@ -123,12 +128,10 @@ def launch(address: str, target: str, config: bytes, fds: Sequence[int], name: s
     """
     with connect(address) as connection, lifeline() as (theirs, ours):
         header = {**header_of(target), "remove": [], "environment": dict(os.environ), "folder": os.getcwd()}
-        with config_file(header, config) as memfd:
-            kept = connection.dup()  # first of all, as no other step may fail once the descriptors are passed on
-            try:
-                send(connection, name.encode(), [memfd, theirs, STDOUT, STDERR, *fds])
-            except OSError:
-                kept.close()
-                raise
+        with config_file(header, config) as memfd, ExitStack() as made:
+            # First of all, as no other step may fail once the descriptors are passed on.
+            kept, spare = (made.enter_context(connection.dup()) for _ in range(2))
+            send(connection, name.encode(), [memfd, theirs, STDOUT, STDERR, *fds])
+            made.pop_all()
         close_sockets(fds)
-        return LaunchedProcess(name, kept, ours)
+        return LaunchedProcess(name, kept, spare, ours)

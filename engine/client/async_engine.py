@@ -18,7 +18,14 @@ import msgspec
 
 from core.config import CacheConfig, StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
-from core.errors import EngineError, InvalidRequestError, ModelNotFoundError, OverloadedError, StencilError
+from core.errors import (
+    EngineError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    StencilError,
+    first_error,
+)
 from core.failure import LEAST_RETRY_SECONDS
 from core.graph.workflow import Workflow
 from core.ipc.limits import check_limits
@@ -143,7 +150,7 @@ class AsyncEngine:
                     await keeper.close()
         except Exception as error:  # the actor's edge: swallowed, a bug here would leave every caller waiting
             logger.exception("the engine's client failed")
-            self.services.engines.fail(EngineError(f"internal error: {error}"))
+            self.services.engines.fail(EngineError(f"internal error: {first_error(error)}"))
         finally:
             await self._dismantle()
 

@@ -48,11 +48,6 @@ class HostCourier(Courier):
         self._allocator = ArenaAllocator(ends.arena)
         self._held: dict[str, _Held] = {}  # by request
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the arrays of all requests."""
-        return self._allocator.used_bytes
-
     def send(self, payload: bytes) -> None:
         """Send a message of the engine to the API server."""
         message = self._from_engine.decode(body_of(payload))
@@ -115,6 +110,8 @@ class HostCourier(Courier):
 
     def place(self, request_id: str, offset: int, total: int) -> npt.NDArray[np.uint8]:
         """See Peer."""
+        if total <= 0:
+            raise MessageError(f"an array of {total} bytes at {offset}, which {request_id!r} cannot have")
         refs = self._held.setdefault(request_id, _Held()).refs
         if offset not in refs:
             refs[offset] = self._allocator.alloc(total)

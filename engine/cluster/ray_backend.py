@@ -93,5 +93,5 @@ class RayBackend:
         if self._joining is None:
             self._joining = asyncio.wrap_future(in_thread(partial(join, self._address)))
             self._joining.add_done_callback(retrieve)
+            self._joining.add_done_callback(lambda joining: restore_signal_handlers())  # in the loop's thread
         await asyncio.shield(self._joining)
-        restore_signal_handlers()

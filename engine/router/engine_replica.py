@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Hashable
 from contextlib import suppress
 from functools import partial
@@ -35,6 +36,10 @@ PROVEN_SECONDS = 60.0
 
 PLACE_SECONDS = 10.0
 """An engine that no machine had room for after this long waits until others give room back."""
+
+MOST_LATE_DROPS = 10_000
+"""Drops that are kept for an engine that is down, the last ones: it may wait for room for ever. Files of templates that
+were dropped before make room for others, as all files that nobody reads."""
 
 MAKE_ALIKE = "give all of them one type of device, or of CPU and one C compiler"
 """What to do about engines that differ."""
@@ -91,7 +96,7 @@ class EngineReplica:
         self._started = time.monotonic()  # or when it was made, before
         self._start_seconds = config.start_seconds  # time limit of its next start
         self._restarts = Restarts()
-        self._late_drops: list[DropTemplate] = []  # to be sent when it is ready
+        self._late_drops: deque[DropTemplate] = deque(maxlen=MOST_LATE_DROPS)  # to be sent when it is ready
         self._stopping = asyncio.Event()
         self._client = self._make_client()
 
@@ -109,7 +114,7 @@ class EngineReplica:
             if not self._may_restart():
                 break
             await self._wait_to_restart(error)
-            if self._stopping.is_set():
+            if self._ends:
                 break
             self._restart()
         self.give_up(error)
@@ -128,9 +133,15 @@ class EngineReplica:
         return client.error
 
     def _may_restart(self) -> bool:
-        """Whether to restart: not if no such engine ever was ready or it keeps dying, as it would fail again."""
+        """Whether to restart: not if no such engine ever was ready or it keeps dying, as it would fail again, nor if it
+        would get no request."""
         may_restart = self._restarts.may_restart(time.monotonic(), PROVEN_SECONDS)
-        return may_restart and not self._stopping.is_set() and self._models is not None
+        return may_restart and not self._ends and self._models is not None
+
+    @property
+    def _ends(self) -> bool:
+        """Whether it is not started any more."""
+        return self._stopping.is_set() or self.is_draining
 
     async def _wait_to_restart(self, error: StencilError) -> None:
         seconds = self._restarts.next_wait()
@@ -168,7 +179,7 @@ class EngineReplica:
             self._config = msgspec.structs.replace(self._config, cache=self.cache)
         self._models, self.has_served = models, True
         while self._late_drops:
-            self._client.drop(self._late_drops.pop())
+            self._client.drop(self._late_drops.popleft())
         self._watcher.on_up(self.rank)
 
     async def ready(self) -> dict[str, ModelInfo]:

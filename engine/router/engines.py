@@ -335,10 +335,10 @@ class Engines:
 
     def on_given_up(self, rank: int) -> None:
         """Fail the requests that wait for an engine, of models for which this was the last one. An engine that leaves a
-        cluster is not: another machine may come.
+        cluster, or is about to, is not: another machine may come.
         """
-        errors = [each.error for each in self._staying() if each.error is not None]
-        if len(errors) == len(self._staying()) and not self.replicas[rank].is_leaving:
+        errors, replica = [each.error for each in self._staying() if each.error is not None], self.replicas[rank]
+        if len(errors) == len(self._staying()) and not (replica.is_leaving or replica.is_draining):
             self._note_failed(errors[-1])
         self._watcher.on_unserved()
 

@@ -170,10 +170,6 @@ class PageFiles:
                 if file.path.name.startswith(prefix):
                     _remove(file.path)
 
-    def used_bytes(self) -> int:
-        """Bytes of all entries, including those being written."""
-        return sum(file.nbytes for file in self._files())
-
     def _path(self, key: str) -> Path:
         return self.directory / f"{_digest(unpatched(key))}-{_digest(key)}.page"
 

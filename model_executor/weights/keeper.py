@@ -31,6 +31,9 @@ from model_executor.weights.image import Image, write_image
 logger = logging.getLogger("stencil.weights")
 
 
+RETRY_SECONDS = 0.1
+"""After a worker could not be let in."""
+
 LINGER_SECONDS = 60.0
 """How long components outlive the death of their last user, whose process is restarted and takes them again."""
 
@@ -68,7 +71,12 @@ class Keeper:
             self._free_left()
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:  # too many descriptors are open: some are closed when a worker ends
+            logger.error("cannot let a worker in: %s", error, extra=of_request(""))
+            time.sleep(RETRY_SECONDS)
+            return
         if is_own(connection):
             self._selector.register(connection, selectors.EVENT_READ)
         else:

@@ -36,7 +36,7 @@ class TakenWeights:
     def take(self, key: ModelKey, model: ModelConfig, part: str, cpu_threads: int = 0) -> tuple[nn.Module, int]:
         """(a component over memory that all its users share, its bytes); waits until it is loaded. model, part,
         cpu_threads: as in TakeWeights. Raises ConfigError for weights that cannot be loaded, EngineError if the keeper
-        dies twice or hangs."""
+        dies twice or hangs, or no descriptor is left for them."""
         payload = encode(TakeWeights(key, model, part, cpu_threads))
         try:
             answer, fd = self._ask_again(payload)
@@ -47,8 +47,9 @@ class TakenWeights:
         message = self._decoder.decode(answer)
         if isinstance(message, WeightsFailed):
             raise message.failure.to_error()
-        assert fd is not None
         self._mappings.setdefault(key, lambda: None)  # the keeper counts it as taken, even if it cannot be read
+        if fd is None:  # the kernel has dropped it
+            raise EngineError("this process may open no more files (ulimit -n), and so cannot map the weights")
         try:
             module, memory = read_image(fd, Image(message.start, message.nbytes))
         finally:

@@ -28,6 +28,9 @@ from tools.random_unet_checkpoints import make_sd
 
 NAMES = ("embedded", "fill", "dev", "sd", "sd3")
 SHARED = {"text_encoder": ["fill", "dev"], "vae": ["fill", "dev"]}
+LACKING = 64 * 1024
+"""Bytes: fewer than any component takes, and more than predicted sizes are off."""
+
 ROUNDS = 2
 """Edits of each model that each client sends."""
 
@@ -42,8 +45,8 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @contextmanager
 def serving(folder: Path, paths: Mapping[str, str], *flags: str) -> Iterator[ServerProcess]:
     catalog = folder / "models.toml"
-    entries = [f'[[model]]\nname = "{name}"\npath = "{path}"\n' for name, path in paths.items() if name != "embedded"]
-    catalog.write_text('[[model]]\nname = "embedded"\n' + "".join(entries))
+    given = {name: "" if name == "embedded" else f'path = "{path}"\n' for name, path in paths.items()}
+    catalog.write_text("".join(f'[[model]]\nname = "{name}"\n{path}' for name, path in given.items()))
     common = ("--catalog", str(catalog), "--threads", "1", "--dtype", "float32", "--no-playground")
     server = fork(folder / "scratch", *common, *flags)
     yield server
@@ -162,6 +165,33 @@ def test_pictures_are_the_same_when_models_take_each_others_place(
         check_equal(of_three_clients(its), expected)
         assert sum(each["bytes"] for each in resident(small)) <= budget
         until(lambda: "unloaded" in {state for _, state in states(its).values()})
+
+
+def test_a_request_is_computed_on_two_ranks_neither_of_which_has_all_of_its_model(
+    server: ServerProcess, client: openai.OpenAI, paths: Mapping[str, str], tmp_path: Path
+) -> None:
+    """Each has the first model, and room for the denoiser of the second, which shares all the rest, but for LACKING
+    bytes: one of them drops a text encoder for it, and the other one encodes the prompt. An exact edit, since priming
+    embeds its prompt itself. The picture is that of an engine of one rank with room for all.
+    """
+    until(lambda: states(client) == dict.fromkeys(NAMES, ("image", "loaded")))
+    two, exact = {name: paths[name] for name in ("fill", "dev")}, {"model": "dev", "mask_aware": False}
+    room = sum(each["bytes"] for each in resident(server) if not two.keys().isdisjoint(each["models"])) - LACKING
+    flags = ("--workers-per-engine", "2", "--model-bytes", str(room))
+    with serving(tmp_path, two, *flags) as parted, client_of(parted) as its:
+        np.testing.assert_array_equal(edit(its, **exact)[0], edit(client, **exact)[0])
+        until(lambda: any("dev" in parts for parts in parts_of_ranks(parted, "transformer")))
+        denoisers, encoders = (parts_of_ranks(parted, each) for each in ("transformer", "text_encoder"))
+        assert {*zip(map(tuple, denoisers), map(len, encoders), strict=True)} == {(("fill",), 2), (("fill", "dev"), 1)}
+
+
+def parts_of_ranks(server: ServerProcess, component: str) -> list[list[str]]:
+    """By rank: the models of each of its components of a kind."""
+    (engine,) = httpx.get(f"{server.base_url}/engine/stats").json()["engines"]
+    return [
+        [" ".join(each["models"]) for each in rank["resident_models"] if each["component"] == component]
+        for rank in engine["ranks"]
+    ]
 
 
 def test_models_are_listed_with_their_state(client: openai.OpenAI) -> None:

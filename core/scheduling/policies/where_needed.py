@@ -144,7 +144,7 @@ class _LoadPass:
         """Load what a running request lacks. Other models wait, because its requests go first."""
         self._keep(needs, rank)
         missing = self._nowhere(needs, rank)
-        if missing and self.residency.failure_of(needs, self.now, rank) is None:
+        if missing and self.residency.refusal_of_loads(needs, self.now, rank) is None:
             self._load(missing, self._rooms(missing, rank))
 
     def _consider(self, needs: Needs, rank: int | None, arrival: float) -> float | None:
@@ -157,7 +157,7 @@ class _LoadPass:
         missing = self._nowhere(needs)
         if self._is_there(needs):
             self._startable.update(needs)
-        elif missing and self.residency.failure_of(needs, self.now) is None:
+        elif missing and self.residency.refusal_of_loads(needs, self.now) is None:
             rooms = self._rooms(missing)
             if not rooms and not all(map(self._is_loading, self.residency.sets)):
                 return arrival + max(LEAST_PATIENCE_SECONDS, self.residency.seconds_left(needs))

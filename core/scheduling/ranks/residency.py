@@ -351,11 +351,6 @@ class Residency:
 
     # ------------------------------------------------------------------------------------------------- what is asked
 
-    def failure_of(self, needs: Needs, now: float, rank: int | None = None) -> Failure | None:
-        """Why what is missing of these components cannot be loaded. See `refusal_of_loads`."""
-        refusal = self.refusal_of_loads(needs, now, rank)
-        return None if refusal is None else refusal.failure
-
     def refusal_of_loads(self, needs: Needs, now: float, rank: int | None = None) -> Refusal | None:
         """Why what is missing of these components cannot be loaded; None: nothing is missing, it can be loaded, or it
         is time to try again. rank: the only one that can make steps; None: any can.

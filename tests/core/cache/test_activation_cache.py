@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from core.cache.activation_cache_manager import ActivationCacheManager, TierBudget
+from core.cache.activation_cache_manager import USES_TO_RENEW, ActivationCacheManager, TierBudget
 from core.cache.entry import EntryState, WantedEntry
 from core.handles import ArrayRef, EntryRef, Tier
 from core.messages.worker import PageCopied, PageCopy, PageForget
@@ -149,12 +149,11 @@ def test_entries_are_reserved_all_together_or_not_at_all(make: Maker) -> None:
     assert cache.reserve("a", "b", "c")
 
 
-def test_entries_that_can_never_fit_are_refused_beforehand(make: Maker) -> None:
+def test_entries_that_can_never_fit_are_refused(make: Maker) -> None:
     cache = make(("host", 3))
     wants = [WantedEntry(key, 640, 64) for key in "abcd"]
-    assert cache.manager.fits(wants[:3])
-    assert not cache.manager.fits(wants)
     assert not cache.manager.reserve(wants, lambda tier, nbytes: False)
+    assert cache.manager.reserve(wants[:3], lambda tier, nbytes: False)
 
 
 def test_one_key_reserved_twice_has_one_place_and_two_pins(make: Maker) -> None:
@@ -384,6 +383,20 @@ def test_an_entry_loaded_from_disk_is_not_written_again(make: Maker) -> None:
         assert cache.reserve("a")
         assert cache.carry_out() in ([], [("a", "disk", "host")])
         cache.manager.release(["a"])
+
+
+def test_the_file_of_an_entry_that_stays_in_memory_is_written_again_after_it_has_made_room(make: Maker) -> None:
+    cache = make(("host", 1), disk=True)
+    cache.use("a")
+    cache.use("a")
+    assert cache.disk == {"a"}
+    cache.disk.clear()
+    for _ in range(USES_TO_RENEW - 3):
+        cache.use("a")
+        assert cache.disk == set()
+    cache.use("a")
+    assert cache.disk == {"a"}
+    assert cache.states("a") == ["ready"]
 
 
 def test_a_disk_that_refused_is_asked_again_with_the_next_use(make: Maker) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import os
+import resource
 import select
 import signal
 import socket
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import ipc_children
@@ -207,15 +209,35 @@ async def test_a_killed_launcher_takes_its_children_along(launcher: Launcher) ->
         launcher.child("sleep")
 
 
-async def test_a_child_ends_no_sooner_than_it_does_when_its_launcher_dies() -> None:
-    """A dying process closes its sockets before the kernel ends its children: they may still write to what they map."""
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
+
+
+@pytest.mark.parametrize("at_limit", [False, True])
+async def test_a_child_ends_no_sooner_than_it_does_when_its_launcher_dies(at_limit: bool) -> None:
+    """A dying process closes its sockets before the kernel ends its children: they may still write to what they map.
+    Also where the child is told of while this process has all the descriptors that it may have."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     lifeline, writer = os.pipe()
     with sleeping() as child:
         pidfd = os.pidfd_open(child.pid)
         send(theirs, b"%d" % child.pid, [pidfd])
         theirs.close()
-        launched = LaunchedProcess("stencil-worker-0", ours, writer)
+        launched = LaunchedProcess("stencil-worker-0", ours, ours.dup(), writer)
+        with no_descriptor_left() if at_limit else nullcontext():
+            assert launched.returncode is None
         waiters = [asyncio.create_task(launched.wait()) for _ in range(2)]
         await asyncio.sleep(0.05)
         assert (launched.returncode, launched.pid) == (None, child.pid)

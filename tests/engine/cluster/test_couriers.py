@@ -73,6 +73,11 @@ class Way:
     def _fail(self) -> None:
         raise AssertionError("nobody was silent")
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the arrays of all requests on the engine's machine."""
+        return self.host._allocator.used_bytes
+
     def _sender(self, queue: deque[tuple[bytes, list[bytes]]]):  # type: ignore[no-untyped-def]
         def send(link: bytes, frames: Frames) -> None:
             queue.append((link, [bytes(frame) for frame in frames]))
@@ -228,7 +233,7 @@ async def test_arrays_are_where_they_belong(name: str, loss: float, monkeypatch:
                 await asyncio.sleep(0)
             for mine, its in zip(arrays_written(sent), arrays_written(there), strict=True):
                 assert content(way.server_arena, mine) == made[its.offset]
-            while way.host.used_bytes or not (way.host.is_flushed and way.server.is_flushed):
+            while way.host_bytes or not (way.host.is_flushed and way.server.is_flushed):
                 await asyncio.sleep(0)
         running.cancel()
 
@@ -242,7 +247,7 @@ async def test_a_request_that_ends_otherwise_leaves_nothing(output: Aborted | Fa
             while "edit" not in way.requests:
                 await asyncio.sleep(0)
             way.answer(output)
-            while not way.told or way.host.used_bytes:
+            while not way.told or way.host_bytes:
                 await asyncio.sleep(0)
         running.cancel()
 
@@ -278,6 +283,13 @@ async def test_arrays_that_nobody_asked_for_are_refused() -> None:
         ):
             with pytest.raises(MessageError, match="does not ask for"):
                 way.server.place(name, offset, total)
+
+
+@pytest.mark.parametrize("total", [0, -1])
+async def test_arrays_that_no_request_can_have_are_refused(total: int) -> None:
+    """Whatever comes ends the engine's host in order, and is no bug of its own."""
+    with closing(Way(seed=1, loss=0.0)) as way, pytest.raises(MessageError, match="which 'edit' cannot have"):
+        way.host.place("edit", 64, total)
 
 
 @pytest.mark.parametrize("last", ["terminal", "engine failed"])
@@ -316,7 +328,7 @@ async def test_a_request_that_cannot_be_decoded_is_the_engines_to_refuse() -> No
         await until(lambda: "prime" in way.requests)
         assert len(way.refused) == 1
         way.answer(Failed("edit", Failure.of(MessageError("no"))), TemplatePrimed("prime", 1, 1.0))
-        await until(lambda: way.told and not way.host.used_bytes)
+        await until(lambda: way.told and not way.host_bytes)
 
 
 async def test_a_request_comes_again_while_the_arrays_of_another_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +351,7 @@ async def test_a_request_comes_again_while_the_arrays_of_another_are_sent(monkey
         pairs = zip(arrays_read(sent), arrays_read(way.requests["search"]), strict=True)
         assert all(content(way.server_arena, mine) == content(way.host_arena, its) for mine, its in pairs)
         way.answer(finished("search"))
-        await until(lambda: len(way.told) == 4 and not way.host.used_bytes)
+        await until(lambda: len(way.told) == 4 and not way.host_bytes)
 
 
 async def test_no_room_for_an_array() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing
 from typing import NoReturn
@@ -84,6 +85,20 @@ async def test_a_cluster_that_says_nothing_ends_no_server(error: Exception, monk
         backend = ray_backend.RayBackend(EngineConfig(data_parallel_backend="ray"), arena)
         with pytest.raises(EngineError, match=str(error)):
             await backend.machines()
+
+
+async def test_handlers_of_signals_are_restored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the main thread, which alone can, and not at each look at the cluster: others may set theirs meanwhile."""
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(ray_backend, "join", lambda address: None)
+    monkeypatch.setattr(ray_backend, "nodes_of_cluster", list)
+    monkeypatch.setattr(ray_backend, "draining_nodes", set)
+    monkeypatch.setattr(ray_backend, "restore_signal_handlers", lambda: threads.append(threading.current_thread()))
+    with closing(Arena.create(0, 4096)) as arena:
+        backend = ray_backend.RayBackend(EngineConfig(data_parallel_backend="ray"), arena)
+        for _ in range(3):
+            assert await backend.machines() == {}
+    assert threads == [threading.main_thread()]
 
 
 def test_an_address_where_nothing_listens() -> None:

@@ -147,6 +147,32 @@ async def test_an_engine_of_a_machine_about_to_leave_does_what_it_has_and_gets_n
         assert len(machines.started) == 2
 
 
+async def test_an_engine_that_dies_while_its_machine_is_about_to_leave_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests wait for another machine."""
+    machines = Machines(tmp_path, a=1)
+    async with following(machines) as router:
+        await router.engines.ready()
+        calls = Calls(router)
+        machines.engines[0].workers.is_hung = True
+        calls.submit(edit("s"))
+        await until(lambda: router.has_begun("s"))
+        machines.drain("a")
+        await until(lambda: router.engines.states[0][0] == "draining")
+        with monkeypatch.context() as patch:
+            patch.setattr(machines, "answering", asyncio.Event())  # no look, which would end it for good
+            replica = router.engines.replicas[0]
+            machines.engines[0].kill()
+            await until(lambda: replica.error is not None or len(machines.started) > 1)
+            assert (machines.started, router.num_waiting, router.engines.error) == (["a"], 1, None)
+            machines.answering.set()
+        await until(lambda: not router.engines.ranks)
+        machines.there["b"] = Machine("b", 1)
+        await calls.ended()
+        assert machines.started == ["a", "b"]
+
+
 async def test_requests_of_the_last_machine_wait_for_the_next_one(tmp_path: Path) -> None:
     machines = Machines(tmp_path, a=1)
     async with following(machines) as router:

@@ -22,7 +22,7 @@ from loopback import Loopback
 
 from core.config import EngineConfig, ModelConfig, SchedulerConfig, StencilConfig
 from core.handles import ArrayRef
-from core.messages.engine import EngineReady, EngineRequest, Finished, Output
+from core.messages.engine import DropTemplate, EngineReady, EngineRequest, Finished, Output
 from core.messages.worker import BatchResult, FromWorker
 from core.routing.request_shape import RequestShape
 from core.scheduling.scheduler import StepScheduler
@@ -31,6 +31,7 @@ from engine.engine_core.engine_core import EngineCore
 from engine.engine_core.engine_process import Link
 from engine.observability.metrics import Metrics
 from engine.router.engine_backend import MachineLink
+from engine.router.engine_client import EngineClient
 from engine.router.router import Router
 
 CONFIG = StencilConfig(engine=EngineConfig(models=(ModelConfig(served_model_name="m"),)))
@@ -256,6 +257,28 @@ async def test_an_engine_that_the_machine_has_no_room_for_is_started_again_later
         assert len(backend.engines) == 2
     for why in ("Too many open files", "[Errno 28] No space left on device"):
         assert f"the engine cannot be started: {why}" in caplog.text
+
+
+async def test_an_engine_that_is_down_is_told_of_the_last_templates_that_were_dropped_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may wait for a machine for ever, and nothing must grow meanwhile."""
+    monkeypatch.setattr("engine.router.engine_replica.MOST_LATE_DROPS", 3)
+    backend, dropped = Backend(tmp_path), list[str]()
+    monkeypatch.setattr(
+        EngineClient, "drop", lambda client, template: dropped.append(template.content_id) if client.is_ready else None
+    )
+    router = Router(CONFIG, backend, Metrics())
+    for number in range(7):
+        router.drop(DropTemplate("m", f"{number}"))
+    router.engines.start()
+    running = asyncio.create_task(router.engines.run())
+    async with asyncio.timeout(20):
+        await router.engines.ready()
+        assert dropped == ["4", "5", "6"]
+        await router.stop()
+        await running
+    await router.engines.close()
 
 
 async def test_clocks_may_differ_between_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

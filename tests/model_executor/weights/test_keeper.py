@@ -8,6 +8,7 @@ import errno
 import gc
 import os
 import queue
+import resource
 import shutil
 import socket
 import time
@@ -112,6 +113,24 @@ def worker(listener: socket.socket, keeper: ChildProcess) -> Iterator[TakenWeigh
     yield taken
     taken.close()
     until(lambda: kept(keeper) == 0)
+
+
+def test_a_keeper_that_can_open_no_more_goes_on(keeper: ChildProcess, listener: socket.socket) -> None:
+    with local_sockets.connect(local_sockets.address_of(listener)) as first:
+        local_sockets.send(first, b"no message")
+        assert local_sockets.receive(first)[0], "it was let in"
+        soft, hard = resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE, (0, hard))  # of new ones; others stay open
+        try:
+            with local_sockets.connect(local_sockets.address_of(listener)) as second:
+                second.settimeout(PATIENCE)
+                local_sockets.send(second, b"no message")
+                local_sockets.send(first, b"no message")
+                assert local_sockets.receive(first)[0], "others are served meanwhile"
+                resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE, (soft, hard))
+                assert local_sockets.receive(second)[0]
+        finally:
+            resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def kept(keeper: ChildProcess) -> int:
@@ -262,6 +281,19 @@ def test_weights_that_cannot_be_loaded_are_told_with_their_cause(
         worker.take(VAE, ModelConfig(model=str(damaged), dtype="float32"), "vae")
     assert kept(keeper) == 0
     assert worker.take(VAE, config, "vae") is not None, "it serves on"
+
+
+def test_a_worker_without_a_descriptor_for_weights_says_so(
+    worker: TakenWeights, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel drops those that a process has no room for. The keeper is told that they are not used."""
+    with monkeypatch.context() as patch:
+        patch.setattr(taking, "receive", lambda connection: (connection.recv(local_sockets.MESSAGE_BYTES), None))
+        with pytest.raises(EngineError, match="may open no more files"):
+            worker.take(VAE, config, "vae")
+    worker.drop_unused()
+    vae, _ = worker.take(VAE, config, "vae")
+    assert isinstance(vae, nn.Module)
 
 
 def test_a_keeper_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch, config: ModelConfig) -> None:

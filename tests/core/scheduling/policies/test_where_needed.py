@@ -9,10 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from load_kit import BROKEN, MODELS, SEGMENTER, TEXT, VAE, Rig, model, size_of, transformer
 
+from core.failure import Failure
 from core.handles import LoadedComponent, ModelKey
 from core.messages.worker import Load
 from core.scheduling.policies.where_needed import LEAST_PATIENCE_SECONDS, MOST_LOOKED_AT
 from core.scheduling.ranks.quarantine import FIRST_WAIT_SECONDS
+from core.scheduling.ranks.residency import Residency
+from core.scheduling.requests.bindings import Needs
+
+
+def failure_of(residency: Residency, needs: Needs, now: float, rank: int | None = None) -> Failure | None:
+    refusal = residency.refusal_of_loads(needs, now, rank)
+    return None if refusal is None else refusal.failure
+
 
 # ------------------------------------------------------------------------------------------------- equal ranks
 
@@ -98,14 +107,14 @@ def test_a_failed_load_keeps_requests_out_and_is_tried_again_later() -> None:
     rig.note_loaded(0, TEXT)
     rig.residency.note_failed(0, VAE, BROKEN, 5.0)
     rig.note_loaded(0, load.load[2])
-    assert rig.residency.failure_of(rig.needs("b"), 5.0) == BROKEN
-    assert rig.residency.failure_of(rig.needs("c"), 5.0) is None
+    assert failure_of(rig.residency, rig.needs("b"), 5.0) == BROKEN
+    assert failure_of(rig.residency, rig.needs("c"), 5.0) is None
     assert rig.order([], [("a", 5.0)], 5.0) == ()
     later = 5.0 + FIRST_WAIT_SECONDS
-    assert rig.residency.failure_of(rig.needs("a"), later) is None
+    assert failure_of(rig.residency, rig.needs("a"), later) is None
     assert rig.order([], [("a", later)], later) == (Load((0,), (VAE,)),)
     rig.note_loaded(0, VAE)
-    assert rig.residency.failure_of(rig.needs("a"), 5.0) is None
+    assert failure_of(rig.residency, rig.needs("a"), 5.0) is None
 
 
 def test_a_load_that_fails_on_the_rank_of_a_requests_pages_is_not_repeated() -> None:
@@ -114,8 +123,8 @@ def test_a_load_that_fails_on_the_rank_of_a_requests_pages_is_not_repeated() -> 
     assert rig.order([(rig.needs("a"), 1)]) == (Load((1,), (transformer("a"),)),)
     rig.residency.note_failed(1, transformer("a"), BROKEN, 0.0)
     assert rig.order([(rig.needs("a"), 1)], now=1.0) == ()
-    assert rig.residency.failure_of(rig.needs("a"), 1.0, 1) == BROKEN
-    assert rig.residency.failure_of(rig.needs("a"), 1.0) is None, "it is on the other rank"
+    assert failure_of(rig.residency, rig.needs("a"), 1.0, 1) == BROKEN
+    assert failure_of(rig.residency, rig.needs("a"), 1.0) is None, "it is on the other rank"
     assert [load.load for load in rig.order([(rig.needs("a"), 1)], now=FIRST_WAIT_SECONDS)] == [(transformer("a"),)]
 
 
@@ -314,10 +323,10 @@ def test_a_model_stays_available_where_it_can_be_loaded() -> None:
     (load, *_) = rig.order([], [("b", 0.0)])
     assert load == Load((0,), (transformer("b"),))
     rig.residency.note_failed(0, transformer("b"), BROKEN, 0.0)
-    assert rig.residency.failure_of(rig.needs("b"), 0.0) == BROKEN, "its files may be broken"
+    assert failure_of(rig.residency, rig.needs("b"), 0.0) == BROKEN, "its files may be broken"
     now = FIRST_WAIT_SECONDS
     for _ in range(3):
-        assert rig.residency.failure_of(rig.needs("b"), now) is None
+        assert failure_of(rig.residency, rig.needs("b"), now) is None
         loads = {load.ranks: load.load for load in rig.order([], [("b", now)], now)}
         assert loads[1,] == (transformer("b"),)
         assert transformer("b") not in loads.get((0,), ())
@@ -339,8 +348,8 @@ def test_what_failed_on_a_rank_is_copied_to_others_at_once_and_there_after_a_wai
     rig.note_loaded(1, transformer("b"))
     assert residency.states() == {"a": "loaded", "b": "loaded"}
     assert rig.order([], [], 1.0) == ()
-    assert residency.failure_of(rig.needs("b"), 1.0) is None
-    assert residency.failure_of(rig.needs("b"), 1.0, 0) == BROKEN, "for steps that this rank alone can make"
+    assert failure_of(residency, rig.needs("b"), 1.0) is None
+    assert failure_of(residency, rig.needs("b"), 1.0, 0) == BROKEN, "for steps that this rank alone can make"
     assert residency.quarantine.refuses_loads(1.0)
     later = FIRST_WAIT_SECONDS
     assert {load.ranks for load in rig.order([], [], later)} == {(0,), (2,)}
@@ -356,10 +365,10 @@ def test_a_request_waits_for_a_set_that_loads_its_model_while_another_one_fails(
     rig = Rig("a", ranks=2, set_size=1, models={name: FIVE[name] for name in "ab"})
     assert len(rig.order()) == 2, "a copy each"
     refusal = rig.residency.note_failed(0, transformer("b"), BROKEN, 0.0)
-    assert rig.residency.failure_of(rig.needs("b"), 0.0) is None
+    assert failure_of(rig.residency, rig.needs("b"), 0.0) is None
     assert rig.residency.refused(refusal) == []
     rig.residency.note_failed(1, transformer("b"), BROKEN, 0.1)
-    assert rig.residency.failure_of(rig.needs("b"), 0.1) == BROKEN
+    assert failure_of(rig.residency, rig.needs("b"), 0.1) == BROKEN
     assert rig.residency.refused(refusal) == ["b"]
 
 
@@ -400,8 +409,8 @@ def test_a_failed_component_of_some_requests_leaves_the_others() -> None:
     rig.residency.note_wanted(needs)
     rig.order([], [(needs, 0.0)])
     rig.residency.note_failed(0, SEGMENTER, BROKEN, 1.0)
-    assert rig.residency.failure_of(needs, 1.0) == BROKEN
-    assert rig.residency.failure_of(rig.needs("a"), 1.0) is None
+    assert failure_of(rig.residency, needs, 1.0) == BROKEN
+    assert failure_of(rig.residency, rig.needs("a"), 1.0) is None
     assert rig.residency.is_complete
     assert rig.residency.states() == {"a": "loaded"}
     later = 1.0 + FIRST_WAIT_SECONDS
@@ -447,8 +456,8 @@ def test_what_a_waiting_request_needs_is_loaded_again_after_it_made_room() -> No
 def test_what_exceeds_the_budget_by_itself_is_refused_and_holds_up_nobody() -> None:
     """A model fits, and with its segmenter it does not."""
     rig = Rig("a", budget=16, models={"a": MODELS["a"]})
-    failure = rig.residency.failure_of((*rig.needs("a"), *rig.segmenter), 0.0)
+    failure = failure_of(rig.residency, (*rig.needs("a"), *rig.segmenter), 0.0)
     assert failure is not None
     assert "--model-bytes allows 16" in failure.message
-    assert rig.residency.failure_of(rig.needs("a"), 0.0) is None
-    assert rig.residency.failure_of(rig.segmenter, 0.0) is None
+    assert failure_of(rig.residency, rig.needs("a"), 0.0) is None
+    assert failure_of(rig.residency, rig.segmenter, 0.0) is None
