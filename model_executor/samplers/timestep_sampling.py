@@ -130,7 +130,8 @@ class TimestepSampling:
         timestep = (level.float() * self.num_train_timesteps).clamp(max=self.num_train_timesteps - 1)
         alphas = self._alphas(level.device)
         below = timestep.long().clamp(max=len(alphas) - 2)
-        alpha = torch.lerp(alphas[below], alphas[below + 1], timestep - below)
+        # An index of no dimensions would be read on the host, which would wait for a GPU at every step.
+        alpha = torch.lerp(alphas.take(below), alphas.take(below + 1), timestep - below)
         return alpha.sqrt(), (1 - alpha).sqrt()
 
     def scaled(self, latents: Tensor, run: Tensor, step: int) -> Tensor:

@@ -28,7 +28,8 @@ class UnetUnionControlNet(UnetControlNet):
     def _maps(self, rows: Sequence[Row], latents: Tensor, shown: Sequence[tuple[Tensor, Shown]]) -> Residuals:
         modes = [each.mode for _, each in shown]
         kinds = latents.new_zeros(len(rows), int(self._module.config.num_control_type))
-        kinds[:, modes] = 1
+        for mode in modes:  # all at once they would be uploaded as an index, for which a GPU is waited for
+            kinds[:, mode] = 1
         pictures = [embedded.expand(len(rows), -1, -1, -1) for embedded, _ in shown]
         scales = [each.scale for _, each in shown]
         control = {"controlnet_cond": pictures, "control_type": kinds, "control_type_idx": modes}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from core.messages.worker import Item, ItemResult
 from core.scheduling.ops.decode import Decode
+from model_executor.kernels.gpu_tables import upload
 from model_executor.worker.ops.context import WorkerContext
 
 
@@ -34,10 +35,12 @@ def _decode_region(context: WorkerContext, item: Item, work: Decode, latents: Te
     assert work.active is not None
     assert work.template is not None
     family = context.models[item.model]
-    active, template = context.shared(work.active).long().to(latents.device), context.shared(work.template)
+    # They stay on the host, which looks for the box around them: on a GPU it would wait for each edge.
+    active, template = context.shared(work.active).long(), context.shared(work.template)
     if work.template_latents is not None:
         clean, _ = context.clean_latents(item.model, work.template_latents, latents.shape[0])
-        latents = clean.to(latents.device).index_copy(0, active, latents[active].to(clean.dtype))
+        there = upload(active, latents.device)
+        latents = clean.to(latents.device).index_copy(0, there, latents[there].to(clean.dtype))
     region, (left, top, right, bottom) = family.decode_region(latents, active, work.width, work.height)
     pixels.copy_(template)
     pixels[top:bottom, left:right] = region

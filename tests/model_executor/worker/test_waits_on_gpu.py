@@ -42,7 +42,7 @@ def no_waits() -> Iterator[None]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["flux", "flux_fill", "sd3"])
+@pytest.mark.parametrize("family", ["flux", "flux_fill", "sd3", "sdxl"])
 @pytest.mark.parametrize("is_mask_aware", [True, False])
 def test_a_step_does_not_wait(
     family: str, is_mask_aware: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
