@@ -37,10 +37,6 @@ from core.scheduling.node_cache import CacheOrders
 LoadWins = Callable[[Tier, int], bool]
 """(tier, bytes) -> whether loading from that tier is predicted to be faster than priming."""
 
-USES_TO_RENEW = 16
-"""Uses after which an entry's file is written again, if it has made room for others meanwhile: who evicts files does
-not know who has their entries in memory. One that is there is marked as used, which takes 6 us."""
-
 _READY = EntryState.READY  # reading a global is 10 times faster than reading an enum's member (Python 3.11)
 
 
@@ -119,8 +115,6 @@ class ActivationCacheManager:
             entry.uses += 1
             if entry.uses == USES_TO_PROVE:
                 self._table.judge(entry)
-            if entry.was_on_disk and not entry.uses % USES_TO_RENEW:
-                entry.was_on_disk = entry.has_sunk = False
             if entry.state is _READY:
                 self._tally.hits[entry.compute.name] += 1
                 if not entry.has_sunk:

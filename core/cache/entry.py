@@ -48,7 +48,7 @@ class Entry:
     source: Tier | None = None  # LOADING: the tier that it comes from
     num_waiting: int = 0  # LOADING: reservations that wait for it
     has_sunk: bool = False  # there is nothing left to copy down
-    was_on_disk: bool = False  # its file was read or written lately, and is not written again for some uses
+    was_on_disk: bool = False  # its file was read or written, and is not written again
     # Its worth; written by register, drop and uses.
     is_doomed: bool = False  # dropped: removed once unpinned
     is_kept: bool = True  # it stays while unused

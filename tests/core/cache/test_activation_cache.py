@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from core.cache.activation_cache_manager import USES_TO_RENEW, ActivationCacheManager, TierBudget
+from core.cache.activation_cache_manager import ActivationCacheManager, TierBudget
 from core.cache.entry import EntryState, WantedEntry
 from core.handles import ArrayRef, EntryRef, Tier
 from core.messages.worker import PageCopied, PageCopy, PageForget
@@ -383,20 +383,6 @@ def test_an_entry_loaded_from_disk_is_not_written_again(make: Maker) -> None:
         assert cache.reserve("a")
         assert cache.carry_out() in ([], [("a", "disk", "host")])
         cache.manager.release(["a"])
-
-
-def test_the_file_of_an_entry_that_stays_in_memory_is_written_again_after_it_has_made_room(make: Maker) -> None:
-    cache = make(("host", 1), disk=True)
-    cache.use("a")
-    cache.use("a")
-    assert cache.disk == {"a"}
-    cache.disk.clear()
-    for _ in range(USES_TO_RENEW - 3):
-        cache.use("a")
-        assert cache.disk == set()
-    cache.use("a")
-    assert cache.disk == {"a"}
-    assert cache.states("a") == ["ready"]
 
 
 def test_a_disk_that_refused_is_asked_again_with_the_next_use(make: Maker) -> None:
