@@ -23,7 +23,7 @@ from core.patches import PatchSet, patch_digest
 PageDtype = Literal["int8", "bfloat16", "float32"]
 """int8: symmetric, with one scale per token and head; bfloat16 and float32: plain values."""
 
-SCHEME_VERSION = 4
+SCHEME_VERSION = 5
 """Part of every key: to be raised when the same template would get different pages."""
 
 _ITEM_BYTES: dict[PageDtype, int] = {"int8": 1, "bfloat16": 2, "float32": 4}

@@ -1,7 +1,8 @@
 """Time of a step of eight edits before its first kernel: scheduler, the plan's way to the worker, and runner.
 
 While a step runs that takes longer than its scheduling, the next plan comes to the worker ahead (`max_ahead_ms`). After
-such a step the device waits until the worker has read that plan, and the runner what it names, and for no more.
+such a step the device waits until the worker has told its result, read that plan, and the runner what it names; the
+last two are measured together, too.
 """
 
 from __future__ import annotations

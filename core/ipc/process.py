@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import functools
 import importlib
 import json
@@ -38,6 +39,7 @@ EX_PARENT_GONE = 69
 
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
 _TERM_SECONDS = 3.0  # from SIGTERM to SIGKILL
+_NO_DESCRIPTOR_SECONDS = 0.1  # until a child is looked at again where no descriptor was left to watch it by
 _KILL_SECONDS = 5.0  # how long the kernel may take to end a killed process that frees much memory
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
@@ -118,9 +120,9 @@ class SpawnedProcess(ChildProcess):
 
     async def wait(self) -> int:
         """Wait until the child has ended; its `returncode`. Any number of tasks may wait."""
-        if self.returncode is None:
+        while self.returncode is None:
             await readable(self._open_fds[1])
-        self.reap()  # does not block: the pidfd shows that it has ended
+        self.reap()  # does not block: it has ended
         return self._popen.returncode
 
     def terminate(self) -> None:
@@ -247,12 +249,18 @@ def _popen(name: str, header: dict[str, Any], config: bytes, fds: list[int]) -> 
 
 
 async def readable(*fds: int) -> None:
-    """Wait until one of these is readable. Watches duplicates, since a loop keeps one reader per descriptor."""
+    """Wait until one of these is readable, or for a moment where this process may open no more descriptors: watches
+    duplicates, since a loop keeps one reader per descriptor. So callers look again."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     with contextlib.ExitStack() as stack:
         for fd in fds:
-            watched = os.dup(fd)
+            try:
+                watched = os.dup(fd)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                return await asyncio.sleep(_NO_DESCRIPTOR_SECONDS)
             stack.callback(os.close, watched)
             loop.add_reader(watched, ready.set)
             stack.callback(loop.remove_reader, watched)

@@ -475,4 +475,5 @@ class Family(ABC):
         self, latents: Tensor, active: Tensor, width: int, height: int
     ) -> tuple[Tensor, tuple[int, int, int, int]]:
         """Pixels around the active tokens: (uint8 [bottom - top, right - left, 3], (left, top, right, bottom) in
-        pixels). latents: of all tokens, where not active the template's or what the edit has made of them."""
+        pixels). latents: of all tokens, where not active the template's or what the edit has made of them. active: in
+        host memory, where the box around them is found."""

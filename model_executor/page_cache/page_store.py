@@ -122,7 +122,8 @@ class PageStore:
         self._files = files
         self._on_copied = on_copied
         self._rank = rank
-        self._view = lru_cache(KEPT_VIEWS)(lambda ref: torch.from_numpy(self._host(ref)))
+        view = pages.view  # not this object's, which would then refer to itself
+        self._view = lru_cache(KEPT_VIEWS)(lambda ref: torch.from_numpy(view(ref)))
         self._tensors: dict[str, Tensor] = {}  # key -> uint8 [nbytes] in device memory
         self._loads: dict[str, list[_PageLoad]] = {}  # key -> under way, or failed
         self._announced: list[_PageLoad] = []  # what the next step reads, until it waits for a block

@@ -1,5 +1,5 @@
-"""StepInputs: what one request's denoising step reads. What all steps of a run use is made at its first one, and kept:
-a GPU has nothing to do until the host knows what a step reads.
+"""StepInputs: what one request's denoising step reads. What all steps of a loop use is made by the first one that needs
+it, and kept: a GPU has nothing to do until the host knows what a step reads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StepInputs:
     def __init__(self, context: WorkerContext, item: Item, work: Denoise) -> None:
         """work: the step of the item."""
         self._context, self._item, self._work = context, item, work
-        self._run = context.store.kept(item.request_id, item.node)
+        self._of_loop = context.store.kept(item.request_id, item.node)
         refs = {ref.input: ref for ref in item.inputs}
         self._residuals = refs.pop("residuals", None)
         self._series = {name: context.read_series(refs.pop(name)) for name in SERIES if name in refs}
@@ -104,7 +104,7 @@ class StepInputs:
         return rows
 
     def bare_rows(self) -> list[Row]:
-        """The rows without what only the denoiser reads: pages, and what it has made for all steps of the run."""
+        """The rows without what only the denoiser reads: pages, and what it has made for all steps of the loop."""
         active, box = self._active()
         latents, condition = self._seen(active)
         return [
@@ -132,7 +132,7 @@ class StepInputs:
         return self._series["controls"]
 
     def control(self, number: int, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What a ControlNet has made of a control picture at the run's first step. number: of the picture."""
+        """What a ControlNet has made of a control picture for the loop's first step. number: of the picture."""
         return self._kept(f"control-{number}", make)
 
     # ------------------------------------------------------------------------------------------------- the picture
@@ -263,17 +263,18 @@ class StepInputs:
     # ------------------------------------------------------------------------------------------------------ keeping
 
     def _kept(self, name: str, make: Callable[[], Kept]) -> Kept:
-        """What `make` has made at the run's first step."""
-        if name not in self._run:
-            self._run[name] = make()
-        kept: Kept = self._run[name]
+        """What `make` has made for the first step of the loop that asked."""
+        if name not in self._of_loop:
+            self._of_loop[name] = make()
+        kept: Kept = self._of_loop[name]
         return kept
 
     def _kept_of(self, name: str, sources: tuple[Tensor, ...], make: Callable[[], Kept]) -> Kept:
-        """What `make` has last made of these tensors; it is made again when one of them is another."""
-        last: tuple[tuple[Tensor, ...], Kept] | None = self._run.get(name)
+        """What `make` has last made of these tensors. It is made again when one of them is another, as in every step
+        where they are copies of another rank's."""
+        last: tuple[tuple[Tensor, ...], Kept] | None = self._of_loop.get(name)
         if last is None or not all(map(is_, last[0], sources)):
-            last = self._run[name] = sources, make()
+            last = self._of_loop[name] = sources, make()
         return last[1]
 
 

@@ -101,13 +101,13 @@ class TensorStore:
                 kind.pop(key.request_id, None)
 
     def kept(self, request_id: str, node: str) -> dict[str, Any]:
-        """What a node keeps here from one of its runs to the next, by names of its own. The engine does not know of it.
-        It goes with the request.
+        """What a node keeps here from one round of its loop to the next, by names of its own. The engine does not know
+        of it. It goes with the request.
         """
         return self._kept.setdefault(request_id, {}).setdefault(node, {})
 
     def drop_kept(self, request_id: str, node: str) -> None:
-        """Delete what a node has kept, after the last of its runs."""
+        """Delete what a node has kept, after the last round."""
         mine = self._kept.get(request_id, {})
         mine.pop(node, None)
         if not mine:

@@ -237,9 +237,9 @@ async def test_a_child_ends_no_sooner_than_it_does_when_its_launcher_dies(at_lim
         theirs.close()
         launched = LaunchedProcess("stencil-worker-0", ours, ours.dup(), writer)
         with no_descriptor_left() if at_limit else nullcontext():
-            assert launched.returncode is None
-        waiters = [asyncio.create_task(launched.wait()) for _ in range(2)]
-        await asyncio.sleep(0.05)
+            waiters = [asyncio.create_task(launched.wait()) for _ in range(2)]
+            await asyncio.sleep(0.05)
+            assert not any(each.done() for each in waiters)
         assert (launched.returncode, launched.pid) == (None, child.pid)
         launched.kill()
         assert await asyncio.wait_for(asyncio.gather(*waiters), LEAST_SECONDS) == [-signal.SIGKILL] * 2
