@@ -64,12 +64,11 @@ def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     before = os.environ.get("XDG_CACHE_HOME")
     folder = tmp_path_factory.mktemp("cache")
     os.environ["XDG_CACHE_HOME"] = str(folder)
-    if "PYTEST_XDIST_WORKER" in os.environ:  # what one process has compiled or measured serves all
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the first process that needs compiled kernels compiles them for all
+        kernels = tmp_path_factory.getbasetemp().parent / "kernels"
+        kernels.mkdir(mode=0o700, exist_ok=True)
         (folder / "stencil").mkdir(mode=0o700)
-        for name in ("kernels", "costs"):
-            shared = tmp_path_factory.getbasetemp().parent / name
-            shared.mkdir(mode=0o700, exist_ok=True)
-            (folder / "stencil" / name).symlink_to(shared)
+        (folder / "stencil" / "kernels").symlink_to(kernels)
     yield
     if before is None:
         del os.environ["XDG_CACHE_HOME"]
