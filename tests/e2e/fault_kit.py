@@ -91,7 +91,7 @@ def folder_of(process: psutil.Process) -> str | None:
 
 def processes(kind: str) -> list[psutil.Process]:
     """Processes of this one's own engines, not of a server that other tests share, that run as "stencil-`kind`-N"; N
-    ascending. kind: "" for all.
+    ascending, and of one N those that started first, whose ids need not be lower. kind: "" for all.
     """
     found, of_servers = {}, set[int]()
     there = [each for engine in on_ray.engines() for each in (engine, *engine.children(recursive=True))]
@@ -101,7 +101,8 @@ def processes(kind: str) -> list[psutil.Process]:
                 of_servers.add(process.pid)
             else:
                 found[process] = _name(process, kind)
-    return sorted((process for process, name in found.items() if name), key=found.__getitem__)
+    named = [process for process, name in found.items() if name]
+    return sorted(named, key=lambda process: (found[process], process.create_time()))
 
 
 def _name(process: psutil.Process, kind: str) -> str:
