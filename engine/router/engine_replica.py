@@ -38,8 +38,8 @@ PLACE_SECONDS = 10.0
 """An engine that no machine had room for after this long waits until others give room back."""
 
 MOST_LATE_DROPS = 10_000
-"""Drops that are kept for an engine that is down, the last ones: it may wait for room for ever. Files of templates that
-were dropped before make room for others, as all files that nobody reads."""
+"""The last drops are kept for an engine that is down, and no more, since it may wait for room for ever. Where a drop is
+lost, the template's files stay until others need their room: nobody reads them."""
 
 MAKE_ALIKE = "give all of them one type of device, or of CPU and one C compiler"
 """What to do about engines that differ."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import is_
 from typing import TypeVar
@@ -72,35 +73,21 @@ class StepInputs:
 
     def rows(self) -> list[Row]:
         """One row for each prompt or class. What they share is the same tensor in all of them."""
-        work, prompts, pages = self._work, self._prompts(), self._pages()
-        active, box = self._active()
-        latents, condition = self._seen(active)
+        work, bare, pages = self._work, self.bare_rows(), self._pages()
         steering = self._context.read_parts(self._residuals) if self._residuals and work.is_steered else None
         rows = []
-        for number, (embeds, pooled) in enumerate(prompts):
-            table = self._modulation(number, len(prompts), pooled)
-            own = self._own_pages(number, latents, table)
-            row = Row(
-                latents=latents,
-                condition=condition,
-                grid=self.sample.grid,
-                references=self._references,
-                prompt_embeds=embeds,
-                pooled_prompt_embeds=pooled,
-                sigma=self._levels[work.step],
-                guidance_scale=work.guidance_scale,
-                modulation=_of_step(table, work.step),
-                active=active,
-                box=box,
-                pages=own.pages if own is not None and active is not None else pages,
+        for number, row in enumerate(bare):
+            table = self._modulation(number, len(bare), row.pooled_prompt_embeds)
+            own = self._own_pages(number, row.latents, table)
+            whole = replace(
+                row,
+                pages=own.pages if own is not None and row.active is not None else pages,
                 own=own,
-                full_blocks=work.full_blocks,
-                patches=work.patches,
-                prompt_state=self._prompt_state(number, embeds),
-                is_negative=number > 0 and self.family.tells_negative,
+                modulation=_of_step(table, work.step),
+                prompt_state=self._prompt_state(number, row.prompt_embeds),
                 streamed=None if steering is None else partial(added_to, steering, number),
             )
-            rows.append(row)
+            rows.append(whole)
         return rows
 
     def bare_rows(self) -> list[Row]:
@@ -210,7 +197,9 @@ class StepInputs:
         return self._kept(self._name("prompt-state", number), make)
 
     def _name(self, kept: str, number: int) -> str:
-        """Of what is kept for this row. It is another with adapters, which the first steps may have to do without."""
+        """The name under which something is kept for a row. Adapters change what it is, and the first steps may have
+        none.
+        """
         return f"{kept}-{number}{'-patched' if self._work.patches else ''}"
 
     @property

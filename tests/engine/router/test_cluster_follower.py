@@ -147,17 +147,23 @@ async def test_an_engine_of_a_machine_about_to_leave_does_what_it_has_and_gets_n
         assert len(machines.started) == 2
 
 
+async def begun_on_a_hung_engine(machines: Machines, router: Router) -> Calls:
+    """Calls with a request "s", which the first engine has begun and does not end."""
+    await router.engines.ready()
+    calls = Calls(router)
+    machines.engines[0].workers.is_hung = True
+    calls.submit(edit("s"))
+    await until(lambda: router.has_begun("s"))
+    return calls
+
+
 async def test_an_engine_that_dies_while_its_machine_is_about_to_leave_is_not_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its requests wait for another machine."""
     machines = Machines(tmp_path, a=1)
     async with following(machines) as router:
-        await router.engines.ready()
-        calls = Calls(router)
-        machines.engines[0].workers.is_hung = True
-        calls.submit(edit("s"))
-        await until(lambda: router.has_begun("s"))
+        calls = await begun_on_a_hung_engine(machines, router)
         machines.drain("a")
         await until(lambda: router.engines.states[0][0] == "draining")
         with monkeypatch.context() as patch:
@@ -176,11 +182,7 @@ async def test_an_engine_that_dies_while_its_machine_is_about_to_leave_is_not_st
 async def test_requests_of_the_last_machine_wait_for_the_next_one(tmp_path: Path) -> None:
     machines = Machines(tmp_path, a=1)
     async with following(machines) as router:
-        await router.engines.ready()
-        calls = Calls(router)
-        machines.engines[0].workers.is_hung = True
-        calls.submit(edit("s"))
-        await until(lambda: router.has_begun("s"))
+        calls = await begun_on_a_hung_engine(machines, router)
         del machines.there["a"]
         await until(lambda: not router.engines.ranks)
         engines = router.engines
